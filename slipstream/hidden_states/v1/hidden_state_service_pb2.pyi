@@ -191,12 +191,14 @@ class LeasePacksRequest(_message.Message):
     def __init__(self, subscription: _Optional[str] = ..., incarnation: _Optional[int] = ..., trainer: _Optional[str] = ..., max_packs: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_fingerprint: _Optional[str] = ..., transport: _Optional[_Union[Transport, str]] = ...) -> None: ...
 
 class LeasePacksResponse(_message.Message):
-    __slots__ = ("leases", "stream_state")
+    __slots__ = ("leases", "stream_state", "quarantined_sequence_numbers")
     LEASES_FIELD_NUMBER: _ClassVar[int]
     STREAM_STATE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SEQUENCE_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedCompositeFieldContainer[_batch_pb2.Lease]
     stream_state: StreamState
-    def __init__(self, leases: _Optional[_Iterable[_Union[_batch_pb2.Lease, _Mapping]]] = ..., stream_state: _Optional[_Union[StreamState, str]] = ...) -> None: ...
+    quarantined_sequence_numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leases: _Optional[_Iterable[_Union[_batch_pb2.Lease, _Mapping]]] = ..., stream_state: _Optional[_Union[StreamState, str]] = ..., quarantined_sequence_numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadPayloadRequest(_message.Message):
     __slots__ = ("lease_token", "offset_bytes", "size_bytes")
