@@ -27,21 +27,21 @@ from slipstream.hidden_states.v1 import batch_pb2 as slipstream_dot_hidden__stat
 from slipstream.hidden_states.v1 import tensor_pb2 as slipstream_dot_hidden__states_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6slipstream/hidden_states/v1/hidden_state_service.proto\x12\x1bslipstream.hidden_states.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\'slipstream/hidden_states/v1/batch.proto\x1a(slipstream/hidden_states/v1/tensor.proto\",\n\x10GetTargetRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\"\xd9\x03\n\x11GetTargetResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\x45\n\x16hidden_state_data_type\x18\t \x01(\x0e\x32%.slipstream.hidden_states.v1.DataType\x12\x1e\n\x16max_outstanding_leases\x18\n \x01(\x05\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\x38\n\x05probe\x18\x0c \x01(\x0b\x32).slipstream.hidden_states.v1.FixedPayload\x12\x41\n\x0e\x66rozen_weights\x18\r \x01(\x0b\x32).slipstream.hidden_states.v1.FixedPayload\x12\x1a\n\x12target_config_json\x18\x0e \x01(\t\"\x9b\x01\n\x0c\x46ixedPayload\x12\r\n\x05token\x18\x01 \x01(\x0c\x12;\n\x08manifest\x18\x02 \x01(\x0b\x32).slipstream.hidden_states.v1.PackManifest\x12?\n\tlocations\x18\x03 \x03(\x0b\x32,.slipstream.hidden_states.v1.PayloadLocation\"\xff\x01\n\x17OpenSubscriptionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x61ta_spec_json\x18\x02 \x01(\t\x12\x11\n\tlayer_ids\x18\x03 \x03(\x05\x12\x19\n\x11last_hidden_state\x18\x04 \x01(\x08\x12\x16\n\x0epacks_per_step\x18\x05 \x01(\x05\x12\x42\n\x0estart_position\x18\x06 \x01(\x0e\x32*.slipstream.hidden_states.v1.StartPosition\x12\r\n\x05group\x18\x07 \x01(\t\x12\x12\n\ngroup_size\x18\x08 \x01(\x05\x12\x12\n\nmax_epochs\x18\t \x01(\x05\"\xa3\x01\n\x18OpenSubscriptionResponse\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x1d\n\x15\x66irst_sequence_number\x18\x04 \x01(\x03\x12\x13\n\x0btotal_packs\x18\x05 \x01(\x03\x12\x18\n\x10\x64\x61ta_report_json\x18\x06 \x01(\t\"\xc2\x01\n\x17SeekSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x11\n\tnext_step\x18\x02 \x01(\x03\x12$\n\x1cquarantined_sequence_numbers\x18\x03 \x03(\x03\x12\x1c\n\x14\x65xpected_incarnation\x18\x04 \x01(\x03\x12\x1b\n\x13lineage_incarnation\x18\x05 \x01(\x03\x12\x1d\n\x15\x66irst_sequence_number\x18\x06 \x01(\x03\"/\n\x18SeekSubscriptionResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\"\x97\x02\n\x11LeasePacksRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x11\n\tmax_packs\x18\x04 \x01(\x05\x12+\n\x08max_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0ctime_to_live\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x39\n\ttransport\x18\x08 \x01(\x0e\x32&.slipstream.hidden_states.v1.Transport\"\xae\x01\n\x12LeasePacksResponse\x12\x32\n\x06leases\x18\x01 \x03(\x0b\x32\".slipstream.hidden_states.v1.Lease\x12>\n\x0cstream_state\x18\x02 \x01(\x0e\x32(.slipstream.hidden_states.v1.StreamState\x12$\n\x1cquarantined_sequence_numbers\x18\x03 \x03(\x03\"S\n\x12ReadPayloadRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"#\n\x13ReadPayloadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"B\n\x12\x43onfirmReadRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12\x17\n\x0fslot_generation\x18\x02 \x01(\x04\"$\n\x13\x43onfirmReadResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"[\n\x12RenewLeasesRequest\x12\x14\n\x0clease_tokens\x18\x01 \x03(\x0c\x12/\n\x0ctime_to_live\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"p\n\x13RenewLeasesResponse\x12\x19\n\x11lost_lease_tokens\x18\x01 \x03(\x0c\x12>\n\x0cstream_state\x18\x02 \x01(\x0e\x32(.slipstream.hidden_states.v1.StreamState\"h\n\x14ReleaseLeasesRequest\x12\x14\n\x0clease_tokens\x18\x01 \x03(\x0c\x12:\n\x06reason\x18\x02 \x01(\x0e\x32*.slipstream.hidden_states.v1.ReleaseReason\"\x17\n\x15ReleaseLeasesResponse\"L\n\x11\x43ommitStepRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\":\n\x12\x43ommitStepResponse\x12$\n\x1cquarantined_sequence_numbers\x18\x01 \x03(\x03*\x80\x01\n\rStartPosition\x12\x1e\n\x1aSTART_POSITION_UNSPECIFIED\x10\x00\x12\x1c\n\x18START_POSITION_BEGINNING\x10\x01\x12\x17\n\x13START_POSITION_LIVE\x10\x02\x12\x18\n\x14START_POSITION_GROUP\x10\x03*k\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GRPC\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x12\x12\n\x0eTRANSPORT_NIXL\x10\x03*\xb8\x01\n\x0bStreamState\x12\x1c\n\x18STREAM_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STREAM_STATE_ACTIVE\x10\x01\x12\x17\n\x13STREAM_STATE_PAUSED\x10\x02\x12\x1a\n\x16STREAM_STATE_EXHAUSTED\x10\x03\x12\x19\n\x15STREAM_STATE_DRAINING\x10\x04\x12\"\n\x1eSTREAM_STATE_WAITING_FOR_GROUP\x10\x05*\xab\x01\n\rReleaseReason\x12\x1e\n\x1aRELEASE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_REASON_SHUTDOWN\x10\x01\x12\x18\n\x14RELEASE_REASON_PAUSE\x10\x02\x12\"\n\x1eRELEASE_REASON_PACK_NOT_FINITE\x10\x03\x12\x1f\n\x1bRELEASE_REASON_PACK_CORRUPT\x10\x04\x32\xb0\x08\n\x12HiddenStateService\x12j\n\tGetTarget\x12-.slipstream.hidden_states.v1.GetTargetRequest\x1a..slipstream.hidden_states.v1.GetTargetResponse\x12\x7f\n\x10OpenSubscription\x12\x34.slipstream.hidden_states.v1.OpenSubscriptionRequest\x1a\x35.slipstream.hidden_states.v1.OpenSubscriptionResponse\x12\x7f\n\x10SeekSubscription\x12\x34.slipstream.hidden_states.v1.SeekSubscriptionRequest\x1a\x35.slipstream.hidden_states.v1.SeekSubscriptionResponse\x12m\n\nLeasePacks\x12..slipstream.hidden_states.v1.LeasePacksRequest\x1a/.slipstream.hidden_states.v1.LeasePacksResponse\x12r\n\x0bReadPayload\x12/.slipstream.hidden_states.v1.ReadPayloadRequest\x1a\x30.slipstream.hidden_states.v1.ReadPayloadResponse0\x01\x12p\n\x0b\x43onfirmRead\x12/.slipstream.hidden_states.v1.ConfirmReadRequest\x1a\x30.slipstream.hidden_states.v1.ConfirmReadResponse\x12p\n\x0bRenewLeases\x12/.slipstream.hidden_states.v1.RenewLeasesRequest\x1a\x30.slipstream.hidden_states.v1.RenewLeasesResponse\x12v\n\rReleaseLeases\x12\x31.slipstream.hidden_states.v1.ReleaseLeasesRequest\x1a\x32.slipstream.hidden_states.v1.ReleaseLeasesResponse\x12m\n\nCommitStep\x12..slipstream.hidden_states.v1.CommitStepRequest\x1a/.slipstream.hidden_states.v1.CommitStepResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6slipstream/hidden_states/v1/hidden_state_service.proto\x12\x1bslipstream.hidden_states.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\'slipstream/hidden_states/v1/batch.proto\x1a(slipstream/hidden_states/v1/tensor.proto\",\n\x10GetTargetRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\"\xd9\x03\n\x11GetTargetResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x07 \x01(\x05\x12\x12\n\nvocab_size\x18\x08 \x01(\x05\x12\x45\n\x16hidden_state_data_type\x18\t \x01(\x0e\x32%.slipstream.hidden_states.v1.DataType\x12\x1e\n\x16max_outstanding_leases\x18\n \x01(\x05\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\x38\n\x05probe\x18\x0c \x01(\x0b\x32).slipstream.hidden_states.v1.FixedPayload\x12\x41\n\x0e\x66rozen_weights\x18\r \x01(\x0b\x32).slipstream.hidden_states.v1.FixedPayload\x12\x1a\n\x12target_config_json\x18\x0e \x01(\t\"\x9b\x01\n\x0c\x46ixedPayload\x12\r\n\x05token\x18\x01 \x01(\x0c\x12;\n\x08manifest\x18\x02 \x01(\x0b\x32).slipstream.hidden_states.v1.PackManifest\x12?\n\tlocations\x18\x03 \x03(\x0b\x32,.slipstream.hidden_states.v1.PayloadLocation\"\xff\x01\n\x17OpenSubscriptionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x61ta_spec_json\x18\x02 \x01(\t\x12\x11\n\tlayer_ids\x18\x03 \x03(\x05\x12\x19\n\x11last_hidden_state\x18\x04 \x01(\x08\x12\x16\n\x0epacks_per_step\x18\x05 \x01(\x05\x12\x42\n\x0estart_position\x18\x06 \x01(\x0e\x32*.slipstream.hidden_states.v1.StartPosition\x12\r\n\x05group\x18\x07 \x01(\t\x12\x12\n\ngroup_size\x18\x08 \x01(\x05\x12\x12\n\nmax_epochs\x18\t \x01(\x05\"\xa3\x01\n\x18OpenSubscriptionResponse\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x1d\n\x15\x66irst_sequence_number\x18\x04 \x01(\x03\x12\x13\n\x0btotal_packs\x18\x05 \x01(\x03\x12\x18\n\x10\x64\x61ta_report_json\x18\x06 \x01(\t\"\xd6\x01\n\x17SeekSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x11\n\tnext_step\x18\x02 \x01(\x03\x12$\n\x1cquarantined_sequence_numbers\x18\x03 \x03(\x03\x12\x1c\n\x14\x65xpected_incarnation\x18\x04 \x01(\x03\x12\x1b\n\x13lineage_incarnation\x18\x05 \x01(\x03\x12\x1d\n\x15\x66irst_sequence_number\x18\x06 \x01(\x03\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"/\n\x18SeekSubscriptionResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\"\x97\x02\n\x11LeasePacksRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x11\n\tmax_packs\x18\x04 \x01(\x05\x12+\n\x08max_wait\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0ctime_to_live\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12target_fingerprint\x18\x07 \x01(\t\x12\x39\n\ttransport\x18\x08 \x01(\x0e\x32&.slipstream.hidden_states.v1.Transport\"\xae\x01\n\x12LeasePacksResponse\x12\x32\n\x06leases\x18\x01 \x03(\x0b\x32\".slipstream.hidden_states.v1.Lease\x12>\n\x0cstream_state\x18\x02 \x01(\x0e\x32(.slipstream.hidden_states.v1.StreamState\x12$\n\x1cquarantined_sequence_numbers\x18\x03 \x03(\x03\"S\n\x12ReadPayloadRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"#\n\x13ReadPayloadResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"B\n\x12\x43onfirmReadRequest\x12\x13\n\x0blease_token\x18\x01 \x01(\x0c\x12\x17\n\x0fslot_generation\x18\x02 \x01(\x04\"$\n\x13\x43onfirmReadResponse\x12\r\n\x05valid\x18\x01 \x01(\x08\"[\n\x12RenewLeasesRequest\x12\x14\n\x0clease_tokens\x18\x01 \x03(\x0c\x12/\n\x0ctime_to_live\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"p\n\x13RenewLeasesResponse\x12\x19\n\x11lost_lease_tokens\x18\x01 \x03(\x0c\x12>\n\x0cstream_state\x18\x02 \x01(\x0e\x32(.slipstream.hidden_states.v1.StreamState\"h\n\x14ReleaseLeasesRequest\x12\x14\n\x0clease_tokens\x18\x01 \x03(\x0c\x12:\n\x06reason\x18\x02 \x01(\x0e\x32*.slipstream.hidden_states.v1.ReleaseReason\"\x17\n\x15ReleaseLeasesResponse\"L\n\x11\x43ommitStepRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\":\n\x12\x43ommitStepResponse\x12$\n\x1cquarantined_sequence_numbers\x18\x01 \x03(\x03*\x80\x01\n\rStartPosition\x12\x1e\n\x1aSTART_POSITION_UNSPECIFIED\x10\x00\x12\x1c\n\x18START_POSITION_BEGINNING\x10\x01\x12\x17\n\x13START_POSITION_LIVE\x10\x02\x12\x18\n\x14START_POSITION_GROUP\x10\x03*k\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GRPC\x10\x01\x12\x1b\n\x17TRANSPORT_SHARED_MEMORY\x10\x02\x12\x12\n\x0eTRANSPORT_NIXL\x10\x03*\xb8\x01\n\x0bStreamState\x12\x1c\n\x18STREAM_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13STREAM_STATE_ACTIVE\x10\x01\x12\x17\n\x13STREAM_STATE_PAUSED\x10\x02\x12\x1a\n\x16STREAM_STATE_EXHAUSTED\x10\x03\x12\x19\n\x15STREAM_STATE_DRAINING\x10\x04\x12\"\n\x1eSTREAM_STATE_WAITING_FOR_GROUP\x10\x05*\xab\x01\n\rReleaseReason\x12\x1e\n\x1aRELEASE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_REASON_SHUTDOWN\x10\x01\x12\x18\n\x14RELEASE_REASON_PAUSE\x10\x02\x12\"\n\x1eRELEASE_REASON_PACK_NOT_FINITE\x10\x03\x12\x1f\n\x1bRELEASE_REASON_PACK_CORRUPT\x10\x04\x32\xb0\x08\n\x12HiddenStateService\x12j\n\tGetTarget\x12-.slipstream.hidden_states.v1.GetTargetRequest\x1a..slipstream.hidden_states.v1.GetTargetResponse\x12\x7f\n\x10OpenSubscription\x12\x34.slipstream.hidden_states.v1.OpenSubscriptionRequest\x1a\x35.slipstream.hidden_states.v1.OpenSubscriptionResponse\x12\x7f\n\x10SeekSubscription\x12\x34.slipstream.hidden_states.v1.SeekSubscriptionRequest\x1a\x35.slipstream.hidden_states.v1.SeekSubscriptionResponse\x12m\n\nLeasePacks\x12..slipstream.hidden_states.v1.LeasePacksRequest\x1a/.slipstream.hidden_states.v1.LeasePacksResponse\x12r\n\x0bReadPayload\x12/.slipstream.hidden_states.v1.ReadPayloadRequest\x1a\x30.slipstream.hidden_states.v1.ReadPayloadResponse0\x01\x12p\n\x0b\x43onfirmRead\x12/.slipstream.hidden_states.v1.ConfirmReadRequest\x1a\x30.slipstream.hidden_states.v1.ConfirmReadResponse\x12p\n\x0bRenewLeases\x12/.slipstream.hidden_states.v1.RenewLeasesRequest\x1a\x30.slipstream.hidden_states.v1.RenewLeasesResponse\x12v\n\rReleaseLeases\x12\x31.slipstream.hidden_states.v1.ReleaseLeasesRequest\x1a\x32.slipstream.hidden_states.v1.ReleaseLeasesResponse\x12m\n\nCommitStep\x12..slipstream.hidden_states.v1.CommitStepRequest\x1a/.slipstream.hidden_states.v1.CommitStepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.hidden_states.v1.hidden_state_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STARTPOSITION']._serialized_start=2716
-  _globals['_STARTPOSITION']._serialized_end=2844
-  _globals['_TRANSPORT']._serialized_start=2846
-  _globals['_TRANSPORT']._serialized_end=2953
-  _globals['_STREAMSTATE']._serialized_start=2956
-  _globals['_STREAMSTATE']._serialized_end=3140
-  _globals['_RELEASEREASON']._serialized_start=3143
-  _globals['_RELEASEREASON']._serialized_end=3314
+  _globals['_STARTPOSITION']._serialized_start=2736
+  _globals['_STARTPOSITION']._serialized_end=2864
+  _globals['_TRANSPORT']._serialized_start=2866
+  _globals['_TRANSPORT']._serialized_end=2973
+  _globals['_STREAMSTATE']._serialized_start=2976
+  _globals['_STREAMSTATE']._serialized_end=3160
+  _globals['_RELEASEREASON']._serialized_start=3163
+  _globals['_RELEASEREASON']._serialized_end=3334
   _globals['_GETTARGETREQUEST']._serialized_start=202
   _globals['_GETTARGETREQUEST']._serialized_end=246
   _globals['_GETTARGETRESPONSE']._serialized_start=249
@@ -53,33 +53,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSUBSCRIPTIONRESPONSE']._serialized_start=1141
   _globals['_OPENSUBSCRIPTIONRESPONSE']._serialized_end=1304
   _globals['_SEEKSUBSCRIPTIONREQUEST']._serialized_start=1307
-  _globals['_SEEKSUBSCRIPTIONREQUEST']._serialized_end=1501
-  _globals['_SEEKSUBSCRIPTIONRESPONSE']._serialized_start=1503
-  _globals['_SEEKSUBSCRIPTIONRESPONSE']._serialized_end=1550
-  _globals['_LEASEPACKSREQUEST']._serialized_start=1553
-  _globals['_LEASEPACKSREQUEST']._serialized_end=1832
-  _globals['_LEASEPACKSRESPONSE']._serialized_start=1835
-  _globals['_LEASEPACKSRESPONSE']._serialized_end=2009
-  _globals['_READPAYLOADREQUEST']._serialized_start=2011
-  _globals['_READPAYLOADREQUEST']._serialized_end=2094
-  _globals['_READPAYLOADRESPONSE']._serialized_start=2096
-  _globals['_READPAYLOADRESPONSE']._serialized_end=2131
-  _globals['_CONFIRMREADREQUEST']._serialized_start=2133
-  _globals['_CONFIRMREADREQUEST']._serialized_end=2199
-  _globals['_CONFIRMREADRESPONSE']._serialized_start=2201
-  _globals['_CONFIRMREADRESPONSE']._serialized_end=2237
-  _globals['_RENEWLEASESREQUEST']._serialized_start=2239
-  _globals['_RENEWLEASESREQUEST']._serialized_end=2330
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=2332
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=2444
-  _globals['_RELEASELEASESREQUEST']._serialized_start=2446
-  _globals['_RELEASELEASESREQUEST']._serialized_end=2550
-  _globals['_RELEASELEASESRESPONSE']._serialized_start=2552
-  _globals['_RELEASELEASESRESPONSE']._serialized_end=2575
-  _globals['_COMMITSTEPREQUEST']._serialized_start=2577
-  _globals['_COMMITSTEPREQUEST']._serialized_end=2653
-  _globals['_COMMITSTEPRESPONSE']._serialized_start=2655
-  _globals['_COMMITSTEPRESPONSE']._serialized_end=2713
-  _globals['_HIDDENSTATESERVICE']._serialized_start=3317
-  _globals['_HIDDENSTATESERVICE']._serialized_end=4389
+  _globals['_SEEKSUBSCRIPTIONREQUEST']._serialized_end=1521
+  _globals['_SEEKSUBSCRIPTIONRESPONSE']._serialized_start=1523
+  _globals['_SEEKSUBSCRIPTIONRESPONSE']._serialized_end=1570
+  _globals['_LEASEPACKSREQUEST']._serialized_start=1573
+  _globals['_LEASEPACKSREQUEST']._serialized_end=1852
+  _globals['_LEASEPACKSRESPONSE']._serialized_start=1855
+  _globals['_LEASEPACKSRESPONSE']._serialized_end=2029
+  _globals['_READPAYLOADREQUEST']._serialized_start=2031
+  _globals['_READPAYLOADREQUEST']._serialized_end=2114
+  _globals['_READPAYLOADRESPONSE']._serialized_start=2116
+  _globals['_READPAYLOADRESPONSE']._serialized_end=2151
+  _globals['_CONFIRMREADREQUEST']._serialized_start=2153
+  _globals['_CONFIRMREADREQUEST']._serialized_end=2219
+  _globals['_CONFIRMREADRESPONSE']._serialized_start=2221
+  _globals['_CONFIRMREADRESPONSE']._serialized_end=2257
+  _globals['_RENEWLEASESREQUEST']._serialized_start=2259
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2350
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2352
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=2464
+  _globals['_RELEASELEASESREQUEST']._serialized_start=2466
+  _globals['_RELEASELEASESREQUEST']._serialized_end=2570
+  _globals['_RELEASELEASESRESPONSE']._serialized_start=2572
+  _globals['_RELEASELEASESRESPONSE']._serialized_end=2595
+  _globals['_COMMITSTEPREQUEST']._serialized_start=2597
+  _globals['_COMMITSTEPREQUEST']._serialized_end=2673
+  _globals['_COMMITSTEPRESPONSE']._serialized_start=2675
+  _globals['_COMMITSTEPRESPONSE']._serialized_end=2733
+  _globals['_HIDDENSTATESERVICE']._serialized_start=3337
+  _globals['_HIDDENSTATESERVICE']._serialized_end=4409
 # @@protoc_insertion_point(module_scope)

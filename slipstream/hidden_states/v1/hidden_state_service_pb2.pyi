@@ -149,20 +149,22 @@ class OpenSubscriptionResponse(_message.Message):
     def __init__(self, subscription: _Optional[str] = ..., stream: _Optional[str] = ..., incarnation: _Optional[int] = ..., first_sequence_number: _Optional[int] = ..., total_packs: _Optional[int] = ..., data_report_json: _Optional[str] = ...) -> None: ...
 
 class SeekSubscriptionRequest(_message.Message):
-    __slots__ = ("subscription", "next_step", "quarantined_sequence_numbers", "expected_incarnation", "lineage_incarnation", "first_sequence_number")
+    __slots__ = ("subscription", "next_step", "quarantined_sequence_numbers", "expected_incarnation", "lineage_incarnation", "first_sequence_number", "request_id")
     SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_SEQUENCE_NUMBERS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     subscription: str
     next_step: int
     quarantined_sequence_numbers: _containers.RepeatedScalarFieldContainer[int]
     expected_incarnation: int
     lineage_incarnation: int
     first_sequence_number: int
-    def __init__(self, subscription: _Optional[str] = ..., next_step: _Optional[int] = ..., quarantined_sequence_numbers: _Optional[_Iterable[int]] = ..., expected_incarnation: _Optional[int] = ..., lineage_incarnation: _Optional[int] = ..., first_sequence_number: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, subscription: _Optional[str] = ..., next_step: _Optional[int] = ..., quarantined_sequence_numbers: _Optional[_Iterable[int]] = ..., expected_incarnation: _Optional[int] = ..., lineage_incarnation: _Optional[int] = ..., first_sequence_number: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class SeekSubscriptionResponse(_message.Message):
     __slots__ = ("incarnation",)

@@ -30,6 +30,10 @@ class HiddenStateServiceStub(object):
 
     Step k of a run trains exactly packs [k * packs_per_step, (k + 1) * packs_per_step). Leases decide who
     computes them, nothing else. A pack whose lease is lost is delivered again, recomputed if need be.
+
+    Every response carries the initial metadata `slipstream-server-instance`: random, new with every start of the
+    server. A caller that sees it change knows that leases, which live in memory, are gone. A refusal carries
+    google.rpc.ErrorInfo with a reason of slipstream.run_spec.reasons.
     """
 
     def __init__(self, channel):
@@ -90,6 +94,10 @@ class HiddenStateServiceServicer(object):
 
     Step k of a run trains exactly packs [k * packs_per_step, (k + 1) * packs_per_step). Leases decide who
     computes them, nothing else. A pack whose lease is lost is delivered again, recomputed if need be.
+
+    Every response carries the initial metadata `slipstream-server-instance`: random, new with every start of the
+    server. A caller that sees it change knows that leases, which live in memory, are gone. A refusal carries
+    google.rpc.ErrorInfo with a reason of slipstream.run_spec.reasons.
     """
 
     def GetTarget(self, request, context):
@@ -217,6 +225,10 @@ class HiddenStateService(object):
 
     Step k of a run trains exactly packs [k * packs_per_step, (k + 1) * packs_per_step). Leases decide who
     computes them, nothing else. A pack whose lease is lost is delivered again, recomputed if need be.
+
+    Every response carries the initial metadata `slipstream-server-instance`: random, new with every start of the
+    server. A caller that sees it change knows that leases, which live in memory, are gone. A refusal carries
+    google.rpc.ErrorInfo with a reason of slipstream.run_spec.reasons.
     """
 
     @staticmethod
