@@ -1,0 +1,43 @@
+"""The one exception that users see: what was found, what was expected, and the remedy."""
+
+from slipstream.run_spec.reasons import Reason
+
+_EXIT_CODES = {
+    Reason.SPEC_INVALID: 2,
+    Reason.DATA_INVALID: 3,
+    Reason.MODEL_INVALID: 3,
+    Reason.PATH_NOT_ALLOWED: 3,
+    Reason.ENVIRONMENT_UNSUPPORTED: 4,
+    Reason.PORT_IN_USE: 4,
+    Reason.DISK_FULL: 5,
+    Reason.OUT_OF_MEMORY: 6,
+    Reason.INCARNATION_STALE: 7,
+    Reason.TARGET_FINGERPRINT_MISMATCH: 8,
+    Reason.TARGET_INCOMPATIBLE: 8,
+    Reason.STREAM_CHANGED: 8,
+    Reason.LOSS_NOT_FINITE: 9,
+    Reason.CHECKPOINT_INVALID: 11,
+    Reason.NOT_LOSSLESS: 12,
+}
+
+
+class SlipstreamError(Exception):
+    """An error that names what was found, what was expected, and how to mend it.
+
+    Process entry points print `message` and `remedy` without a traceback and leave with `exit_code`;
+    the gRPC service turns `reason` into a status with `google.rpc.ErrorInfo`.
+    """
+
+    def __init__(self, message: str, *, reason: Reason, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.remedy = remedy
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status for a command line: 2 usage, 3 input, 4 machine, 5 disk, 6 memory, 7 stale, 8 target, else 1."""
+        return _EXIT_CODES.get(self.reason, 1)
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()

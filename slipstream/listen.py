@@ -1,0 +1,107 @@
+"""Where a service listens, its bearer token, and the rule that only loopback may be served without one."""
+
+import errno
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """A host and a port; port 0 lets the system choose."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `host:port` or `[ipv6]:port`.
+
+        Raises:
+            SlipstreamError: SPEC_INVALID, the text is neither.
+        """
+        host, separator, port = text.rpartition(":")
+        if not separator or not host or not port.isdecimal() or int(port) > 65535:
+            raise SlipstreamError(
+                f"--listen is {text!r}, expected HOST:PORT with a port up to 65535",
+                reason=Reason.SPEC_INVALID,
+                remedy="Example: --listen 127.0.0.1:8080 (port 0 takes a free one).",
+            )
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """True when only processes of this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # any other host name: it may resolve to anything, now or later
+            return False
+
+    def require_token(self, token: str | None) -> None:
+        """Refuse to serve other machines without a token.
+
+        Raises:
+            SlipstreamError: SPEC_INVALID, the address is not loopback and `token` is empty.
+        """
+        if not self.is_loopback and not token:
+            raise SlipstreamError(
+                f"{self} is reachable from other machines and no token is set",
+                reason=Reason.SPEC_INVALID,
+                remedy="Set SLIPSTREAM_TOKEN or --token-file, or listen on 127.0.0.1.",
+            )
+
+    def bind(self) -> socket.socket:
+        """A bound TCP socket, not yet listening.
+
+        Raises:
+            SlipstreamError: PORT_IN_USE, or SPEC_INVALID when the host is no address of this machine.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((self.host, self.port))
+        except OSError as error:
+            bound.close()
+            raise self._refusal(error) from error
+        return bound
+
+    def _refusal(self, error: OSError) -> SlipstreamError:
+        if isinstance(error, PermissionError):
+            remedy = "Ports below 1024 need privileges; choose a higher one."
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = "The host must be an address of this machine."
+        else:
+            remedy = "Stop the process that listens there, choose another port, or let the system choose with port 0."
+            return SlipstreamError(f"{self} is in use ({error.strerror})", reason=Reason.PORT_IN_USE, remedy=remedy)
+        return SlipstreamError(f"cannot listen on {self}: {error.strerror}", reason=Reason.SPEC_INVALID, remedy=remedy)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token from a file, else from SLIPSTREAM_TOKEN; None when neither is set.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, the file is unreadable or empty.
+    """
+    if path is None:
+        return os.environ.get("SLIPSTREAM_TOKEN") or None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SlipstreamError(
+            f"cannot read the token file {path}: {error.strerror}", reason=Reason.SPEC_INVALID
+        ) from error
+    if not token:
+        raise SlipstreamError(f"the token file {path} is empty", reason=Reason.SPEC_INVALID)
+    return token

@@ -1,0 +1,277 @@
+"""RunSpec: everything that decides what a run learns. Frozen, typed, torch-free; unknown keys are refused.
+
+Deployment settings (ports, devices, threads, directories) are not here: they come from flags or the environment and
+never change what is learned.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+TokenId = Annotated[int, Field(ge=0)]
+LayerId = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of every table of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class TargetSpec(Section):
+    """The frozen model whose decoding the drafter accelerates."""
+
+    model: Name
+    """A local directory, a hub name, or a .gguf file."""
+    revision: Name | None = None
+    """Hub revision to pin."""
+    dtype: Dtype = "bfloat16"
+    """Precision of the forward pass and of the hidden states on the wire."""
+    trust_remote_code: bool = False
+    """Run modelling code that ships with the model."""
+
+
+class DataSpec(Section):
+    """Conversations and how they become packs. Its canonical JSON is part of the stream's identity."""
+
+    files: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """JSONL or JSONL.gz files; relative paths are resolved against the recipe's directory."""
+    format: Literal["auto", "openai", "sharegpt"] = "auto"
+    """Layout of a line: OpenAI `messages` or ShareGPT `conversations`; auto decides line by line."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Orders the documents of every epoch."""
+    pack_tokens: Annotated[int, Field(ge=128, multiple_of=128)] = 2048
+    """Tokens in a pack (T)."""
+    window_documents: PositiveInt = 512
+    """Documents that are packed together; larger fills packs better, smaller mixes less."""
+    max_document_tokens: PositiveInt | None = None
+    """Documents are cut after so many tokens; default: pack_tokens."""
+    heldout_fraction: Fraction = 0.0
+    """Share of documents (by hash of the id) that never enters the stream."""
+
+    @model_validator(mode="after")
+    def _documents_fit(self) -> "DataSpec":
+        if self.max_document_tokens is not None and self.max_document_tokens > self.pack_tokens:
+            raise ValueError(
+                f"max_document_tokens is {self.max_document_tokens}, but a document must fit into a pack of "
+                f"pack_tokens = {self.pack_tokens}"
+            )
+        return self
+
+
+class DrafterSpec(Section):
+    """The DFlash drafter. Sizes left out are the target's."""
+
+    num_layers: PositiveInt = 5
+    """Draft layers."""
+    block_size: Annotated[int, Field(ge=2, le=64)] = 16
+    """Tokens per block (B): the last accepted token and B-1 drafted ones."""
+    num_features: PositiveInt | None = None
+    """How many target layers feed the drafter; default: num_layers."""
+    target_layer_ids: tuple[LayerId, ...] | None = None
+    """Zero-based target layers, explicit; default: spread evenly as DFlash does."""
+    mask_token_id: TokenId | None = None
+    """Vocabulary row that stands for a token to be predicted."""
+    mask_token: Name | None = None
+    """The same, by the token's text."""
+    num_attention_heads: PositiveInt | None = None
+    """Query heads of a draft layer."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key and value heads of a draft layer; divides num_attention_heads."""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    """Width of a head; even, because rotary embeddings turn pairs."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the MLP."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """One entry per draft layer; default: all full_attention."""
+    sliding_window: PositiveInt | None = None
+    """Window of the sliding layers, in positions."""
+
+    @model_validator(mode="after")
+    def _mask_named_once(self) -> "DrafterSpec":
+        if self.mask_token_id is not None and self.mask_token is not None:
+            raise ValueError("mask_token_id and mask_token are both set; name the mask once")
+        return self
+
+    @model_validator(mode="after")
+    def _features_agree(self) -> "DrafterSpec":
+        if self.target_layer_ids is None:
+            return self
+        if not self.target_layer_ids or len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise ValueError("target_layer_ids must name at least one layer, each once")
+        if self.num_features not in (None, len(self.target_layer_ids)):
+            raise ValueError(f"num_features is {self.num_features}, target_layer_ids has {len(self.target_layer_ids)}")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_agree(self) -> "DrafterSpec":
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries, num_layers is {self.num_layers}")
+        slides = self.layer_types is not None and "sliding_attention" in self.layer_types
+        if slides and self.sliding_window is None:
+            raise ValueError("layer_types names sliding_attention, but sliding_window is not set")
+        if self.sliding_window is not None and not slides:
+            raise ValueError("sliding_window is set, but layer_types names no sliding_attention")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "DrafterSpec":
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries is not None and keys is not None and queries % keys:
+            raise ValueError(f"num_attention_heads is {queries}, not a multiple of num_key_value_heads = {keys}")
+        return self
+
+
+class LossSpec(Section):
+    """What is minimised over the counted slots."""
+
+    objective: Literal["cross_entropy"] = "cross_entropy"
+    slot_weights: Literal["uniform", "decay", "dpace"] = "decay"
+    """decay: exp(-(k-1)/gamma); dpace: arXiv 2605.18810."""
+    decay_gamma: PositiveFloat | None = None
+    """Default: 7 for B = 16, 5 for 10, 4 for 8, else B / 2."""
+    dpace_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    chunk_rows: PositiveInt | None = None
+    """Rows of logits held at once; rounded to whole blocks. Default: from the memory at hand."""
+
+    @model_validator(mode="after")
+    def _gamma_used(self) -> "LossSpec":
+        if self.decay_gamma is not None and self.slot_weights != "decay":
+            raise ValueError(f"decay_gamma is set, but slot_weights is {self.slot_weights!r} and would ignore it")
+        return self
+
+
+class OptimizerSpec(Section):
+    """AdamW with float32 master weights, linear warm-up, cosine decay, clipping by global norm."""
+
+    learning_rate: PositiveFloat = 6e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup_fraction: Fraction = 0.04
+    """Share of the run's steps with a rising learning rate."""
+    final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Learning rate at the end, as a share of learning_rate."""
+    clip_norm: PositiveFloat = 1.0
+
+
+class TrainSpec(Section):
+    """The training loop. The run ends at max_steps, max_tokens or epochs, whichever is set and comes first."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Initial weights, anchors. Runs that differ only here share one stream."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute precision; master weights and optimizer state are float32 always."""
+    attention: Literal["flex", "sdpa"] = "flex"
+    """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
+    anchors_per_pack: PositiveInt = 512
+    """Anchors drawn per pack (A)."""
+    packs_per_step: PositiveInt = 1
+    """Packs in one optimizer step (G)."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps."""
+    max_tokens: PositiveInt | None = None
+    """Pack slots, padding included: steps x packs_per_step x pack_tokens."""
+    epochs: PositiveInt | None = None
+    """Passes over the documents, each in another order."""
+    max_not_finite_steps: PositiveInt = 3
+    """The run fails with LOSS_NOT_FINITE after so many steps in a row without a finite loss."""
+
+    @model_validator(mode="after")
+    def _attention_runs_there(self) -> "TrainSpec":
+        if self.device == "cpu" and self.attention == "flex":
+            raise ValueError(
+                "attention is 'flex', but device is 'cpu', where flex_attention has no backward; set attention = 'sdpa'"
+            )
+        if self.device == "cuda" and self.attention == "sdpa":
+            raise ValueError(
+                "attention is 'sdpa', but device is 'cuda', where a materialised mask is never allowed; "
+                "set attention = 'flex'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ends(self) -> "TrainSpec":
+        if self.max_steps is None and self.max_tokens is None and self.epochs is None:
+            raise ValueError("the run never ends: set max_steps, max_tokens or epochs")
+        return self
+
+
+class StreamSpec(Section):
+    """How packs reach the trainer."""
+
+    transport: Literal["auto", "grpc", "shm"] = "auto"
+    """auto: shared memory where both ends share it, else gRPC; the choice is logged."""
+    prefetch_packs: Annotated[int, Field(ge=2)] = 3
+    """Packs held ready while a step runs."""
+    start: Literal["beginning", "live", "group"] = "beginning"
+    """Pack 0, the pack that the stream computes now, or pack 0 together with the other runs of a group."""
+    group: Name | None = None
+    """Runs of one group start together: none is served before all group_size have subscribed."""
+    group_size: PositiveInt | None = None
+    """Runs in the group."""
+    lease_seconds: PositiveFloat = 60.0
+    """A leased pack that is not confirmed by then is delivered again."""
+
+    @model_validator(mode="after")
+    def _group_complete(self) -> "StreamSpec":
+        grouped = (self.group is not None, self.group_size is not None)
+        if self.start == "group" and not all(grouped):
+            raise ValueError("start = 'group' needs group and group_size")
+        if self.start != "group" and any(grouped):
+            raise ValueError(f"group and group_size are for start = 'group' only; start is {self.start!r}")
+        return self
+
+
+class CheckpointSpec(Section):
+    """When the run is saved and how much is kept."""
+
+    every_steps: PositiveInt = 500
+    """Steps between two checkpoints; the end of the run is always saved."""
+    keep: PositiveInt = 3
+    """Newest checkpoints that stay on disk."""
+
+
+class EvalSpec(Section):
+    """Speculative decoding of held-out prompts."""
+
+    prompts: Name | None = None
+    """JSONL with one `messages` (or `prompt`) per line; relative to the recipe's directory."""
+    num_prompts: PositiveInt | None = None
+    """First so many prompts of every source; default: all."""
+    max_new_tokens: PositiveInt = 128
+    """Tokens decoded per prompt."""
+    dtype: Dtype = "float32"
+    """Precision of target and drafter while decoding; only float32 proves losslessness token for token."""
+    bfloat16_gap_bound: PositiveFloat = 0.5
+    """In reduced precision, a token may differ from plain decoding if the top two logits were this close."""
+
+
+class RunSpec(Section):
+    """One run: a drafter for a target, trained on a stream."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+    """Lower case letters, digits, dot, dash, underscore; at most 63."""
+    target: TargetSpec
+    data: DataSpec
+    drafter: DrafterSpec = DrafterSpec()
+    train: TrainSpec
+    loss: LossSpec = LossSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    stream: StreamSpec = StreamSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    eval: EvalSpec = EvalSpec()
+
+    @model_validator(mode="after")
+    def _at_least_one_step(self) -> "RunSpec":
+        step_tokens = self.train.packs_per_step * self.data.pack_tokens
+        if self.train.max_tokens is not None and self.train.max_tokens < step_tokens:
+            raise ValueError(
+                f"train.max_tokens is {self.train.max_tokens}, less than one step of packs_per_step x pack_tokens "
+                f"= {step_tokens}"
+            )
+        return self
