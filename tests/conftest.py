@@ -1,0 +1,45 @@
+"""What holds for every test: one thread a process, time limits by kind, and `tests` importable from anywhere."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS_BY_FOLDER = {"system": 240, "gpu": 300}
+
+# Before torch is imported here or in a process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# No test may need a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# At the end: the product itself must come from where it is installed, so that a wheel which lacks a file fails.
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """Undo what an earlier test's code set; torch is not imported for it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow kinds, give them their time limit, and start system tests first: they are the longest."""
+    for item in items:
+        folder = _folder(item)
+        if folder not in SECONDS_BY_FOLDER:
+            continue
+        item.add_marker(folder)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SECONDS_BY_FOLDER[folder]))
+    items.sort(key=lambda item: _folder(item) != "system")
+
+
+def _folder(item: pytest.Item) -> str:
+    """The folder below tests/ that holds the item: unit, system, …"""
+    return item.path.relative_to(ROOT / "tests").parts[0]
