@@ -12,7 +12,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 TokenId = Annotated[int, Field(ge=0)]
 LayerId = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Section(BaseModel):
@@ -255,7 +255,7 @@ class RunSpec(Section):
     """One run: a drafter for a target, trained on a stream."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
-    """Lower case letters, digits, dot, dash, underscore; at most 63."""
+    """Lower case letters, digits, dot, dash, underscore; at most 63; the first and last a letter or digit."""
     target: TargetSpec
     data: DataSpec
     drafter: DrafterSpec = DrafterSpec()

@@ -1,0 +1,188 @@
+"""Recipes: a TOML file plus dotted overrides becomes a RunSpec, and every value knows where it came from."""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.locate import key_lines
+from slipstream.run_spec.overrides import Override, apply_overrides, parse_override
+from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.suggestions import nearest
+
+DEFAULT = "default"
+OVERRIDE = "override"
+
+
+@dataclass(frozen=True)
+class LoadedSpec:
+    """A run definition with its provenance."""
+
+    spec: RunSpec
+    origins: Mapping[str, str]
+    """Dotted key of every setting → `default`, `recipe.toml:LINE` or `override`."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+    """Read a recipe, apply the overrides in order (a later one wins) and check the whole.
+
+    Relative data and prompt files, and a target model that exists there or starts with ./ or ../, are resolved
+    against the recipe's directory; any other model name is left for the hub.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, listing every error with its line.
+    """
+    text = _read(path)
+    recipe = _parse(text, path)
+    changes = [parse_override(override) for override in overrides]
+    apply_overrides(recipe, changes)
+    sources = _sources(text, path, changes)
+    spec = _validate(recipe, path, sources)
+    origins = {key: sources.get(key, DEFAULT) for key, _ in _leaves(spec)}
+    return LoadedSpec(_resolve_paths(spec, path.absolute().parent), origins)
+
+
+def canonical_json(section: BaseModel) -> str:
+    """The one JSON text of a section: sorted keys, no blanks. Equal sections give equal bytes."""
+    return json.dumps(
+        section.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+
+
+def describe(loaded: LoadedSpec) -> str:
+    """The resolved run as a TOML document that loads to the same run; a comment says where each value came from."""
+    rows: list[tuple[str, str]] = []
+    table = ""
+    for key, value in _leaves(loaded.spec):
+        parent, _, leaf = key.rpartition(".")
+        if parent != table:
+            rows += [("", ""), (f"[{parent}]", "")]
+            table = parent
+        setting = f"# {leaf} is not set" if value is None else f"{leaf} = {_toml(value)}"
+        rows.append((setting, loaded.origins[key]))
+    width = min(60, max(len(setting) for setting, _ in rows))
+    return "\n".join(f"{setting:<{width}}  # {origin}" if origin else setting for setting, origin in rows) + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        # A byte order mark is invisible in an editor, so it is taken off and not reported as an error in column 1.
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        neighbours = sorted(entry.name for entry in path.parent.glob("*.toml"))
+        close = nearest(path.name, neighbours)
+        raise SlipstreamError(
+            f"no recipe at {path}.",
+            reason=Reason.SPEC_INVALID,
+            remedy=f"Did you mean {path.parent / close}?" if close else "Give the path of a .toml file.",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise SlipstreamError(
+            f"{path} is not UTF-8 text (byte {error.start}).",
+            reason=Reason.SPEC_INVALID,
+            remedy="Save the recipe as UTF-8.",
+        ) from None
+    except OSError as error:
+        raise SlipstreamError(
+            f"cannot read {path}: {os.strerror(error.errno or 0)}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give the path of a readable .toml file.",
+        ) from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, position = str(error).partition(" (at ")
+        numbers = re.findall(r"\d+", position)
+        line, column = numbers if len(numbers) == 2 else (str(text.rstrip("\n").count("\n") + 1), "end")
+        raise SlipstreamError(
+            f"{path}:{line}:{column}: broken TOML: {message}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Strings are quoted, tables are [in brackets], every setting is key = value on its own line.",
+        ) from None
+
+
+def _sources(text: str, path: Path, overrides: Sequence[Override]) -> dict[str, str]:
+    """Where every key and table was set, by dotted key."""
+    sources = {key: f"{path.name}:{line}" for key, line in key_lines(text).items()}
+    for override in overrides:
+        for key in [key for key in sources if key == override.key or key.startswith(override.key + ".")]:
+            del sources[key]
+        if override.remove:
+            continue
+        sources[override.key] = OVERRIDE
+        if isinstance(override.value, dict):
+            sources.update((f"{override.key}.{key}", OVERRIDE) for key in _table_keys(override.value))
+    return sources
+
+
+def _table_keys(table: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in table.items():
+        yield key
+        if isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in _table_keys(value))
+
+
+def _validate(recipe: dict[str, Any], path: Path, sources: Mapping[str, str]) -> RunSpec:
+    # Strict JSON mode takes nothing for something else ("100" is no number, true is no 1), yet arrays for tuples.
+    try:
+        return RunSpec.model_validate_json(json.dumps(recipe, default=str), strict=True)
+    except ValidationError as invalid:
+        problems = [describe_problem(error, sources) for error in invalid.errors(include_url=False)]
+    raise SlipstreamError(
+        f"{path} does not define a run:\n  " + "\n  ".join(problems),
+        reason=Reason.SPEC_INVALID,
+        remedy=f"Correct this; `slipstream recipe show {path}` then prints the resolved run.",
+    )
+
+
+def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting with its dotted key, in the order of declaration; a section's own before its inner tables'."""
+    fields = [(name, getattr(section, name)) for name in type(section).model_fields]
+    for name, value in sorted(fields, key=lambda field: isinstance(field[1], BaseModel)):
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _resolve_paths(spec: RunSpec, directory: Path) -> RunSpec:
+    files = tuple(_absolute(file, directory) for file in spec.data.files)
+    prompts = spec.eval.prompts and _absolute(spec.eval.prompts, directory)
+    return spec.model_copy(
+        update={
+            "target": spec.target.model_copy(update={"model": _resolve_model(spec.target.model, directory)}),
+            "data": spec.data.model_copy(update={"files": files}),
+            "eval": spec.eval.model_copy(update={"prompts": prompts}),
+        }
+    )
+
+
+def _resolve_model(model: str, directory: Path) -> str:
+    # A .gguf is a file even where it is missing, so that the error names the place that was searched.
+    is_path = model.startswith(("./", "../", "~", "/")) or model.endswith(".gguf") or (directory / model).exists()
+    return _absolute(model, directory) if is_path else model
+
+
+def _absolute(file: str, directory: Path) -> str:
+    # Path.expanduser raises on an unknown ~user; here the error belongs to whoever opens the file.
+    return os.path.normpath(directory / os.path.expanduser(file))  # noqa: PTH111
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
