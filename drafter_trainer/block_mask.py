@@ -1,0 +1,225 @@
+"""Step 9 of a pack's path: which keys a block's queries see, for flex_attention and for SDPA from one mask_mod.
+
+Queries: the A·B block slots. Keys: the T context tokens, then the A·B block slots. A query of anchor a sees context
+tokens before a of its own document, and its own block; with a sliding window of W it sees only keys at most W - 1
+positions back and none ahead. Documents are contiguous in a pack, so what a query sees is two intervals, one of context
+and one of block keys: four integers per query say everything, for the element mask and for the tile mask alike.
+
+Shapes: T context tokens, A anchors, B block size, Q = A·B rounded up to 128, K = T + A·B rounded up to 128.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from drafter_trainer.anchors import Anchors
+
+TILE = 128
+"""Edge of a flex tile, never changed: torch drops backward configurations whose tiles do not divide it."""
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class VisibleIntervals:
+    """Half-open key intervals per query, int32 [Q]; empty for queries of invalid anchors and for padding.
+
+    `context_*` are pack rows; `block_*` are query numbers, so the key of query i in the block part is T + i.
+    """
+
+    context_start: Tensor
+    context_end: Tensor
+    block_start: Tensor
+    block_end: Tensor
+
+
+def round_up(length: int, multiple: int = TILE) -> int:
+    """The smallest multiple that is not below `length`."""
+    return -(-length // multiple) * multiple
+
+
+def visible_intervals(
+    anchors: Anchors, position_ids: Tensor, block_size: int, window: int | None = None
+) -> VisibleIntervals:
+    """What each block slot sees.
+
+    Args:
+        anchors: [A], on the device of `position_ids`.
+        position_ids: int [T]; restart at 0 with every document.
+        block_size: B.
+        window: W of a sliding layer; None: full attention.
+    """
+    positions = anchors.positions
+    slots = torch.arange(block_size, device=positions.device)
+    anchor = positions[:, None].expand(-1, block_size)
+    first = (positions - position_ids.long()[positions])[:, None].expand(-1, block_size)
+    block_start = (torch.arange(positions.numel(), device=positions.device) * block_size)[:, None].expand_as(anchor)
+    block_end = block_start + block_size
+    if window is not None:
+        first = torch.maximum(first, anchor + slots - (window - 1))
+        block_end = block_start + slots + 1
+        block_start = torch.maximum(block_start, block_end - window)
+    padding = round_up(anchor.numel()) - anchor.numel()
+
+    def per_query(bound: Tensor) -> Tensor:
+        visible = torch.where(anchors.valid[:, None], bound, 0)
+        return functional.pad(visible.reshape(-1), (0, padding)).to(torch.int32)
+
+    return VisibleIntervals(per_query(first), per_query(anchor), per_query(block_start), per_query(block_end))
+
+
+def make_mask_mod(visible: VisibleIntervals, context_length: int) -> MaskMod:
+    """The one mask function: fixed-length captures, so that new anchors never cost a graph."""
+    context_start, context_end = visible.context_start, visible.context_end
+    block_start, block_end = visible.block_start, visible.block_end
+    last_query = context_start.numel() - 1
+
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # A kernel may probe rows past the end: an unchecked index would be an illegal memory access.
+        row = query.clamp(max=last_query)
+        in_context = (key >= context_start[row]) & (key < context_end[row])
+        block_key = key - context_length
+        in_block = (block_key >= block_start[row]) & (block_key < block_end[row])
+        return in_context | in_block
+
+    return mask_mod
+
+
+def build_flex_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> BlockMask:
+    """The BlockMask in closed form from the intervals, without evaluating Q x K.
+
+    Exactly the tiles that hold a visible key are listed, and a tile is full exactly if every one of its queries sees
+    every one of its keys within one interval. The largest intermediate is bool [Q, K/128].
+
+    Args:
+        visible: [Q].
+        context_length: T.
+        num_queries: A·B before rounding.
+    """
+    key_length = round_up(context_length + num_queries)
+    tile_start = torch.arange(0, key_length, TILE, device=visible.context_start.device)
+    touched_context, full_context = _tiles(visible.context_start, visible.context_end, tile_start)
+    touched_block, full_block = _tiles(visible.block_start, visible.block_end, tile_start - context_length)
+    full = full_context | full_block
+    partial = (touched_context | touched_block) & ~full
+    partial_count, partial_index = _ordered(partial)
+    full_count, full_index = _ordered(full)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=TILE,
+        mask_mod=make_mask_mod(visible, context_length),
+        seq_lengths=(visible.context_start.numel(), key_length),
+    )
+
+
+def _tiles(start: Tensor, end: Tensor, tile_start: Tensor) -> tuple[Tensor, Tensor]:
+    """(touched, full), bool [Q/128, K/128]: does any query's interval meet the tile; do all contain it."""
+    first, last = tile_start, tile_start + TILE
+    touches = (torch.maximum(start[:, None], first) < torch.minimum(end[:, None], last)).view(-1, TILE, first.numel())
+    latest_start = start.view(-1, TILE).amax(dim=1, keepdim=True)
+    earliest_end = end.view(-1, TILE).amin(dim=1, keepdim=True)
+    return touches.any(dim=1), (latest_start <= first) & (last <= earliest_end)
+
+
+def _ordered(present: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [1, 1, Q/128] and indices [1, 1, Q/128, K/128]: present tiles first, ascending; all indices in range."""
+    count = present.sum(dim=-1, dtype=torch.int32)
+    index = torch.argsort(present.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], index[None, None].contiguous()
+
+
+def materialise_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> Tensor:
+    """The same mask_mod evaluated densely: bool [A·B, T + A·B], for SDPA and for tests."""
+    device = visible.context_start.device
+    queries = torch.arange(num_queries, device=device)[:, None]
+    keys = torch.arange(context_length + num_queries, device=device)[None, :]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return make_mask_mod(visible, context_length)(zero, zero, queries, keys)
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """Block attention by compiled flex_attention. Calling it outside a compiled function is an error."""
+
+    full: BlockMask | None
+    sliding: BlockMask | None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
+        """query [Hq, A·B, d], key and value [Hkv, T + A·B, d] → [Hq, A·B, d]; queries that see nothing give 0."""
+        mask = self.sliding if sliding else self.full
+        assert mask is not None
+        query_length, key_length = mask.seq_lengths
+        num_queries = query.shape[1]
+        query = functional.pad(query, (0, 0, 0, query_length - num_queries))
+        key = functional.pad(key, (0, 0, 0, key_length - key.shape[1]))
+        value = functional.pad(value, (0, 0, 0, key_length - value.shape[1]))
+        output = flex_attention(query[None], key[None], value[None], block_mask=mask, enable_gqa=True)
+        assert isinstance(output, Tensor)
+        return output[0, :, :num_queries]
+
+
+@dataclass(frozen=True)
+class SdpaAttention:
+    """Block attention by SDPA with masks from `materialise_mask`: for CPU and as a reference. Masks: bool [Q, K]."""
+
+    full: Tensor | None
+    sliding: Tensor | None
+    sees_something: Tensor
+    """Queries of valid anchors, bool [A·B, 1]. Softmax over no key is 0/0 in some kernels, so the masks let the other
+    queries see everything, and their result is dropped here."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
+        """query [Hq, A·B, d], key and value [Hkv, T + A·B, d] → [Hq, A·B, d]; queries that see nothing give 0."""
+        mask = self.sliding if sliding else self.full
+        output = functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, enable_gqa=query.shape[0] != key.shape[0]
+        )
+        return torch.where(self.sees_something, output[0], 0.0)
+
+
+BlockAttention = FlexAttention | SdpaAttention
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """What the masks of a drafter depend on besides the pack.
+
+    `kind`: flex (compiled, CUDA) or sdpa. `has_full`, `has_sliding`: which masks its layers need. `window`: W.
+    """
+
+    kind: Literal["flex", "sdpa"]
+    block_size: int
+    has_full: bool = True
+    has_sliding: bool = False
+    window: int | None = None
+
+
+def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_ids: Tensor) -> BlockAttention:
+    """Masks for every kind of layer, on the device of its arguments, without a host sync.
+
+    Args:
+        layout: see `AttentionLayout`.
+        anchors: [A].
+        position_ids: int [T].
+    """
+    context_length, num_queries = position_ids.numel(), anchors.positions.numel() * layout.block_size
+    full = visible_intervals(anchors, position_ids, layout.block_size) if layout.has_full else None
+    sliding = visible_intervals(anchors, position_ids, layout.block_size, layout.window) if layout.has_sliding else None
+    if layout.kind == "flex":
+        return FlexAttention(
+            *(None if v is None else build_flex_mask(v, context_length, num_queries) for v in (full, sliding))
+        )
+    sees_something = anchors.valid.repeat_interleave(layout.block_size)[:, None]
+    full_mask, sliding_mask = (
+        None if v is None else materialise_mask(v, context_length, num_queries) | ~sees_something
+        for v in (full, sliding)
+    )
+    return SdpaAttention(full_mask, sliding_mask, sees_something)
