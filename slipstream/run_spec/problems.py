@@ -67,7 +67,7 @@ def _expected(kind: str, context: Mapping[str, Any], error: ErrorDetails) -> str
         return _TYPES[kind]
     if kind in _LIMITS:
         words, bound = _LIMITS[kind]
-        return f"{words} {context[bound]}"
+        return f"{words} {context[bound]:g}"
     if kind == "literal_error":
         choices = str(context["expected"])
         close = nearest(str(error["input"]), re.findall("'([^']*)'", choices))
@@ -98,7 +98,7 @@ def _field_help(location: tuple[int | str, ...]) -> str:
 
 def _first_line(documentation: str | None) -> str:
     line = (documentation or "a value").strip().split("\n")[0].rstrip(".")
-    return line[0].lower() + line[1:] if line[1:2].islower() else line
+    return line if line[1:2].isupper() else line[0].lower() + line[1:]
 
 
 def _describe_value(value: Any) -> str:
