@@ -1,0 +1,211 @@
+"""Loads a frozen causal language model with its tokenizer, or says in words why it cannot be used.
+
+torch and transformers are imported when a model is loaded, not with this module.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.gguf_reading import gguf_read_once
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_files import TargetFiles, locate_target, model_error
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+# What transformers and its readers raise on files that they cannot use; programming errors are not among them.
+_LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target ready for inference: evaluation mode, no gradients, one copy of the weights."""
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerFast"
+    files: TargetFiles
+
+
+def load_causal_lm(spec: TargetSpec, device: str) -> LoadedTarget:
+    """Load the target of a run onto `device` (`cpu`, `cuda` or `cuda:N`) in `spec.dtype`.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID (files missing or unfit, no fast tokenizer, no chat template, unknown
+            architecture), ENVIRONMENT_UNSUPPORTED (no such device, an optional package is missing), OUT_OF_MEMORY.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise SlipstreamError(
+            f"The target was to be loaded onto {device!r}, but torch finds no CUDA device.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Use the device cpu, or check the driver and that torch was installed with CUDA.",
+        )
+    files = locate_target(spec)
+    if files.is_gguf:
+        _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
+    with _quiet_transformers(), gguf_read_once() if files.is_gguf else nullcontext():
+        tokenizer = _load_tokenizer(spec, files)
+        model = _load_model(spec, files, torch.device(device))
+    decoder_layers(model)
+    return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files)
+
+
+def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model without its language-modelling head (`model.model` in most families)."""
+    decoder: PreTrainedModel = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    return decoder
+
+
+def decoder_layers(model: "PreTrainedModel") -> "nn.ModuleList":
+    """The decoder layers, in order; layer `l` of a run is `decoder_layers(model)[l]`.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, when the architecture has no list of layers called `layers`.
+    """
+    from torch import nn
+
+    layers = getattr(decoder_of(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        raise model_error(
+            f"The architecture {type(model).__name__} is not supported: its decoder has no list `layers`.",
+            "Use a decoder-only model of the Llama kind (Llama, Qwen, Mistral, Gemma, …).",
+        )
+    return layers
+
+
+def _load_tokenizer(spec: TargetSpec, files: TargetFiles) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(files.root, **_source(spec, files))
+    except _LOADING_ERRORS as error:
+        raise _explained("The tokenizer", spec, error) from error
+    if not tokenizer.is_fast:
+        raise model_error(
+            f"The tokenizer of {spec.model!r} is a slow one ({type(tokenizer).__name__}): it cannot say where a token "
+            "lies in the text, which exact loss masks need.",
+            "Add the tokenizer.json of the model.",
+        )
+    if not tokenizer.chat_template:
+        raise model_error(
+            f"The tokenizer of {spec.model!r} has no chat template, so conversations cannot be written for it.",
+            "Use the instruct variant of the model, or add its chat_template.jinja to the directory.",
+        )
+    return tokenizer
+
+
+def _load_model(spec: TargetSpec, files: TargetFiles, device: "torch.device") -> "PreTrainedModel":
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    arguments: dict[str, Any] = _source(spec, files)
+    if files.is_gguf:
+        arguments |= _gguf_arguments()
+    else:
+        arguments["use_safetensors"] = True
+    if device.type != "cpu" and importlib.util.find_spec("accelerate"):
+        # Weights go to the device file by file; without accelerate they pass through a whole copy in host memory.
+        arguments["device_map"] = {"": device}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            files.root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
+        )
+        model.to(device)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise SlipstreamError(
+            f"The target {spec.model!r} does not fit into the memory of {device} in {spec.dtype}.",
+            reason=Reason.OUT_OF_MEMORY,
+            remedy="Use a smaller model, a device with more memory, or target.dtype = 'bfloat16'.",
+        ) from error
+    except (*_LOADING_ERRORS, SafetensorError, _config_error()) as error:
+        raise _explained("The model", spec, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers would go on with random weights.
+        raise model_error(
+            f"The weight files of {spec.model!r} lack {len(missing)} tensors that its configuration asks for, "
+            f"{missing[0]} first.",
+            "Check that config.json and the weights belong together and are complete.",
+        )
+    return model
+
+
+def _source(spec: TargetSpec, files: TargetFiles) -> dict[str, Any]:
+    """Arguments that are the same for tokenizer and model."""
+    arguments: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code, "local_files_only": True}
+    return arguments | {"gguf_file": files.weights[0].name} if files.is_gguf else arguments
+
+
+def _gguf_arguments() -> dict[str, Any]:
+    """Newer transformers keep GGUF weights packed unless told otherwise; older ones always unpack them."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def _config_error() -> type[Exception]:
+    """What a field of the wrong type in config.json raises."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return StrictDataclassError
+
+
+def _require(*modules: str, purpose: str, extra: str) -> None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise SlipstreamError(
+            f"{purpose[0].upper()}{purpose[1:]} needs the package {' and '.join(missing)}, which is not installed.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy=f'Install the extra: pip install "slipstream[{extra}]"',
+        )
+
+
+def _explained(what: str, spec: TargetSpec, error: Exception) -> SlipstreamError:
+    """One sentence out of an exception of transformers."""
+    text = str(error)
+    if "trust_remote_code" in text:
+        return model_error(
+            f"{what} of {spec.model!r} needs Python code that ships with it, and target.trust_remote_code is off.",
+            "Read that code; if you trust it, set target.trust_remote_code = true.",
+        )
+    if "does not recognize this architecture" in text or "Unrecognized" in text:
+        return model_error(
+            f"{what} of {spec.model!r} has an architecture that the installed transformers does not know as a causal "
+            f"language model ({_first_line(text)}).",
+            "Use a decoder-only language model, or update transformers.",
+        )
+    return model_error(
+        f"{what} of {spec.model!r} could not be loaded: {type(error).__name__}: {_first_line(text)}",
+        "Check that the files are complete and belong together.",
+    )
+
+
+def _first_line(text: str, limit: int = 300) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return line if len(line) <= limit else line[:limit] + "…"
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no load report: what matters in them is raised as an error."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
