@@ -26,14 +26,15 @@ class ListenAddress:
         Raises:
             SlipstreamError: SPEC_INVALID, the text is neither.
         """
-        host, separator, port = text.rpartition(":")
-        if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        host, _, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        if not host or (":" in host and not bracketed) or not port.isdecimal() or int(port) > 65535:
             raise SlipstreamError(
                 f"--listen is {text!r}, expected HOST:PORT with a port up to 65535",
                 reason=Reason.SPEC_INVALID,
                 remedy="Example: --listen 127.0.0.1:8080 (port 0 takes a free one).",
             )
-        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+        return cls(host[1:-1] if bracketed else host, int(port))
 
     @property
     def is_loopback(self) -> bool:

@@ -1,0 +1,31 @@
+"""Run definitions that ship with Slipstream, one TOML per target and hardware, with the small data they need."""
+
+import difflib
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+_DIRECTORY = Path(__file__).parent
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the shipped recipes, sorted, without `.toml`."""
+    return tuple(sorted(path.stem for path in _DIRECTORY.glob("*.toml")))
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a shipped recipe; `name` with or without `.toml`.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, no such recipe; the message names those that exist.
+    """
+    stem = name.removesuffix(".toml")
+    if stem in recipe_names():
+        return _DIRECTORY / f"{stem}.toml"
+    near = difflib.get_close_matches(stem, recipe_names(), n=1)
+    raise SlipstreamError(
+        f"no shipped recipe is called {name!r}",
+        reason=Reason.SPEC_INVALID,
+        remedy=f"Did you mean {near[0]!r}?" if near else f"Shipped recipes: {', '.join(recipe_names())}.",
+    )

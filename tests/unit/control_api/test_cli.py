@@ -1,0 +1,37 @@
+"""What the command line refuses before anything is served."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from control_api.cli import serve
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def _no_token_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.7:0", "example.invalid:0"])
+def test_other_machines_need_a_token(address: str) -> None:
+    with pytest.raises(SlipstreamError, match="no token is set") as refused:
+        serve(["--listen", address])
+    assert refused.value.reason is Reason.SPEC_INVALID
+    assert "SLIPSTREAM_TOKEN" in refused.value.remedy
+
+
+def test_empty_token_file_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(" \n")
+    with pytest.raises(SlipstreamError, match="is empty"):
+        serve(["--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token")])
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SlipstreamError, match=address) as refused:
+            serve(["--listen", address])
+    assert refused.value.reason is Reason.PORT_IN_USE
