@@ -1,0 +1,85 @@
+"""Prompts for evaluation: JSONL(.gz) with `messages` or `prompt`, and optionally `id` and `source`."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: chat messages that end with the user's."""
+
+    id: str
+    source: str
+    messages: tuple[dict[str, str], ...]
+
+
+def load_prompts(path: Path, per_source: int | None) -> list[Prompt]:
+    """The first `per_source` prompts of every source (all when None), in file order.
+
+    Raises:
+        SlipstreamError: DATA_INVALID, the file is missing, a line is no prompt, or there is none.
+    """
+    counts: dict[str, int] = {}
+    prompts = []
+    for prompt in _read(path):
+        counts[prompt.source] = counts.get(prompt.source, 0) + 1
+        if per_source is None or counts[prompt.source] <= per_source:
+            prompts.append(prompt)
+    if not prompts:
+        raise _invalid(f"{path} holds no prompts", "Give a JSONL file with one prompt a line.")
+    return prompts
+
+
+def _read(path: Path) -> Iterator[Prompt]:
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse(line, f"{path.name}:{number}", path.stem)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise _invalid(f"{path} cannot be read: {error}", "Give a readable JSONL or JSONL.gz file.") from error
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _parse(line: str, where: str, default_source: str) -> Prompt:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _invalid(f"{where} is not JSON: {error}", "Mend or remove the line.") from error
+    if not isinstance(record, dict):
+        raise _invalid(f"{where} is a JSON {type(record).__name__}, expected an object", "Mend or remove the line.")
+    messages = record.get("messages")
+    if messages is None and isinstance(record.get("prompt"), str):
+        messages = [{"role": "user", "content": record["prompt"]}]
+    if not _are_messages(messages):
+        raise _invalid(
+            f"{where} has neither `messages` (role and content, both text, the last from the user) nor a `prompt`",
+            "Mend or remove the line.",
+        )
+    kept = tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    return Prompt(str(record.get("id", where)), str(record.get("source", default_source)), kept)
+
+
+def _are_messages(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages)
+        and messages[-1]["role"] == "user"
+    )
+
+
+def _invalid(message: str, remedy: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.DATA_INVALID, remedy=remedy)
