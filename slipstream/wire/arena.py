@@ -29,7 +29,7 @@ MAGIC = b"SLIPARNA"
 VERSION = 1
 SHM_DIR_VARIABLE = "SLIPSTREAM_SHM_DIR"
 _DEFAULT_SHM_DIR = Path("/dev/shm")
-_PREFIX = "slipstream-segment-"
+SEGMENT_PREFIX = "slipstream-segment-"
 _MARKER = "slipstream-host"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, pid, pid start time [clock ticks], slots, bytes per slot
 _GENERATIONS_OFFSET = 64
@@ -234,7 +234,7 @@ def remove_stale_segments(directory: Path) -> list[str]:
     """
     _check_directory(directory)
     removed = []
-    for path in sorted(directory.glob(f"{_PREFIX}*")):
+    for path in sorted(directory.glob(f"{SEGMENT_PREFIX}*")):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # gone meanwhile, or another user's: not ours to judge
@@ -262,7 +262,7 @@ def process_start_time(pid: int) -> int:
 def _create_file(directory: Path) -> tuple[Path, int]:
     """A new segment file, locked. A cleaner may unlink it between creation and lock: then once more."""
     while True:
-        path = directory / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
+        path = directory / f"{SEGMENT_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

@@ -64,10 +64,10 @@ _log = logging.getLogger(__name__)
 
 
 class WaitInterruptedError(SlipstreamError):
-    """The stop event was set, or the client closed, while a call waited for the target."""
+    """The stop event was set, or the channel closed, while a call waited for the target."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(f"Stopped while waiting for the target at {address}.", reason=Reason.TARGET_UNREACHABLE)
+    def __init__(self) -> None:
+        super().__init__("Stopped while waiting for the target server.", reason=Reason.TARGET_UNREACHABLE)
 
 
 class Backoff:
@@ -234,12 +234,12 @@ class TargetClient:
         backoff = Backoff()
         while True:
             if self._closed:
-                raise WaitInterruptedError(self.address)
+                raise WaitInterruptedError()
             try:
                 response, call = method.with_call(request, timeout=seconds)
             except grpc.RpcError as error:
                 if self._closed:
-                    raise WaitInterruptedError(self.address) from error
+                    raise WaitInterruptedError() from error
                 failure = decode_error(error)
                 if failure.reason not in RETRIED_REASONS:
                     raise failure from error
@@ -247,7 +247,7 @@ class TargetClient:
             except ValueError as error:  # how gRPC says that another thread closed the channel
                 if not self._closed:
                     raise
-                raise WaitInterruptedError(self.address) from error
+                raise WaitInterruptedError() from error
             else:
                 self._note_instance(call.initial_metadata())
                 assert isinstance(response, response_type)
@@ -260,7 +260,7 @@ class TargetClient:
         if not self.stop.is_set():
             self._on_wait(reason, seconds)
         if self.stop.wait(seconds):
-            raise WaitInterruptedError(self.address)
+            raise WaitInterruptedError()
 
     def _note_instance(self, metadata: Sequence[tuple[str, str]]) -> None:
         instance_id = dict(metadata).get(SERVER_INSTANCE_KEY, "")

@@ -100,20 +100,28 @@ def view_tensor(buffer: ByteArray, spec: pb.TensorSpec, base_offset: int = 0) ->
     Args:
         buffer: uint8, writable; holds the payload from byte `base_offset` of the payload on.
         spec: the tensor's entry in the manifest.
-        base_offset: position in the payload of the first byte of `buffer`.
+        base_offset: position in the payload of the first byte of `buffer`; a multiple of 64.
 
     Raises:
         SlipstreamError: PAYLOAD_CORRUPT when the entry contradicts itself or reaches beyond the buffer.
     """
+    return view_bytes(torch.from_numpy(buffer), spec, base_offset)
+
+
+def view_bytes(raw: torch.Tensor, spec: pb.TensorSpec, base_offset: int = 0) -> torch.Tensor:
+    """`view_tensor` in the bytes of a tensor (uint8 `[n]`): the result keeps its storage, and so its pinning.
+
+    Raises:
+        SlipstreamError: PAYLOAD_CORRUPT, as `view_tensor`.
+    """
     check_spec(spec)
     start = spec.offset_bytes - base_offset
-    if start < 0 or start + spec.size_bytes > buffer.nbytes:
+    if start < 0 or start + spec.size_bytes > raw.numel():
         raise _corrupt(
             f"tensor {spec.name!r} lies at bytes {spec.offset_bytes}..{spec.offset_bytes + spec.size_bytes}, "
-            f"but the bytes at hand are {base_offset}..{base_offset + buffer.nbytes} of the payload."
+            f"but the bytes at hand are {base_offset}..{base_offset + raw.numel()} of the payload."
         )
-    raw = torch.from_numpy(buffer[start : start + spec.size_bytes])
-    return raw.view(DTYPES[spec.data_type]).view(tuple(spec.shape))
+    return raw[start : start + spec.size_bytes].view(DTYPES[spec.data_type]).view(tuple(spec.shape))
 
 
 def check_spec(spec: pb.TensorSpec) -> None:

@@ -1,6 +1,5 @@
 """What a drafter must know of its target's architecture. Travels as canonical JSON in GetTarget."""
 
-
 from pydantic import BaseModel, ConfigDict
 
 
@@ -55,5 +54,3 @@ class TargetConfig(BaseModel):
 def frozen_weight_names(tied: bool) -> tuple[str, ...]:
     """Names of the tensors in the frozen-weights payload: all `[V, D]` but `norm.weight` `[D]`."""
     return ("embed_tokens.weight", "norm.weight") if tied else ("embed_tokens.weight", "lm_head.weight", "norm.weight")
-
-

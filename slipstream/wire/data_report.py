@@ -1,0 +1,176 @@
+"""What became of every conversation of a data set: used, cut, set aside or dropped, with file:line examples."""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+MAX_EXAMPLES = 5
+
+
+class Finding(StrEnum):
+    """Something a user should know about a conversation. The value travels on the wire; never rename one."""
+
+    # The line gave no conversation.
+    BROKEN_JSON = "broken_json"
+    NOT_UTF8 = "not_utf8"
+    DAMAGED_GZIP = "damaged_gzip"
+    NOT_AN_OBJECT = "not_an_object"
+    NO_TURNS = "no_turns"
+    EMPTY_TURN = "empty_turn"
+    UNKNOWN_ROLE = "unknown_role"
+    UNSUPPORTED_CONTENT = "unsupported_content"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
+    # The conversation gave no tokens to learn from.
+    TEMPLATE_REFUSED = "template_refused"
+    ANSWER_FIRST = "answer_first"
+    ANSWER_REWRITTEN = "answer_rewritten"
+    ANSWERS_CUT_AWAY = "answers_cut_away"
+    # The conversation was used, but not as it stands.
+    TRUNCATED = "truncated"
+    ANSWER_SKIPPED = "answer_skipped"
+    ONE_ROW_PER_ANSWER = "one_row_per_answer"
+    MASK_NOT_VERIFIED = "mask_not_verified"
+
+
+_WORDS = {
+    Finding.BROKEN_JSON: "the line is not valid JSON",
+    Finding.NOT_UTF8: "the text is not valid UTF-8",
+    Finding.DAMAGED_GZIP: "the gzip data is damaged or cut off here; the rest of the file is lost",
+    Finding.NOT_AN_OBJECT: "the line is not a JSON object",
+    Finding.NO_TURNS: "there is no non-empty list of turns (`messages` or `conversations`)",
+    Finding.EMPTY_TURN: "a turn has no text",
+    Finding.UNKNOWN_ROLE: "a turn has a role other than system, user or assistant",
+    Finding.UNSUPPORTED_CONTENT: "a turn holds tool calls or parts other than text",
+    Finding.NO_ASSISTANT_TURN: "no turn of the assistant",
+    Finding.TEMPLATE_REFUSED: "the chat template refuses the conversation",
+    Finding.ANSWER_FIRST: "every answer comes before any question",
+    Finding.ANSWER_REWRITTEN: "the chat template changes the answer or the prompt before it",
+    Finding.ANSWERS_CUT_AWAY: "no token of an answer is left after the cut to the token limit",
+    Finding.TRUNCATED: "cut to the token limit",
+    Finding.ANSWER_SKIPPED: "used, but one of its answers is context only (first turn, or changed by the template)",
+    Finding.ONE_ROW_PER_ANSWER: "one row per answer, because the template renders earlier turns differently later",
+    Finding.MASK_NOT_VERIFIED: "in the sample whose supervised tokens do not decode to the answer exactly",
+}
+
+
+class FindingCount(BaseModel):
+    """How many conversations a finding holds for, and where the first few of them are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    finding: Finding
+    count: int
+    examples: tuple[str, ...]
+    """The first ones, as `file.jsonl:17`."""
+
+    def in_words(self) -> str:
+        """One line for a person, e.g. `3 dropped: …` without the verb."""
+        more = ", …" if self.count > len(self.examples) else ""
+        return f"{self.count}: {_WORDS[self.finding]} ({', '.join(self.examples)}{more})"
+
+
+class DataReport(BaseModel):
+    """The account of one load: `read = used + other_split + sum(dropped)`, in conversations."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: Literal["train", "heldout"]
+    read: int
+    """Lines that are not blank (and one for a gzip file that breaks off)."""
+    used: int
+    """Conversations that gave at least one document."""
+    other_split: int
+    """Conversations that belong to the other split; not tokenized."""
+    dropped: tuple[FindingCount, ...]
+    """Conversations that gave nothing, each under exactly one finding."""
+    notes: tuple[FindingCount, ...]
+    """Used conversations that are not used as they stand; one can have several notes."""
+    documents: int
+    """Rows of tokens: one per used conversation, more where the template asks for one row per answer."""
+    tokens: int
+    supervised_tokens: int
+    mask_samples: int
+    """Conversations whose mask was verified by decoding it again."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Conversations dropped, over all findings."""
+        return sum(entry.count for entry in self.dropped)
+
+    def count(self, finding: Finding) -> int:
+        """Conversations with this finding, dropped or noted; 0 if none."""
+        return sum(entry.count for entry in (*self.dropped, *self.notes) if entry.finding is finding)
+
+    def summary_lines(self) -> list[str]:
+        """The report in words, most important first, one line each."""
+        share = self.supervised_tokens / self.tokens if self.tokens else 0.0
+        lines = [
+            f"{self.read:,} conversations read: {self.used:,} used for {self.split}, "
+            f"{self.other_split:,} in the other split, {self.num_dropped:,} dropped",
+            f"{self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.supervised_tokens:,} of them supervised ({share:.0%})",
+        ]
+        lines += [f"dropped {entry.in_words()}" for entry in self.dropped]
+        lines += [f"note {entry.in_words()}" for entry in self.notes]
+        if self.mask_samples:
+            lines.append(f"loss mask verified on {self.mask_samples:,} conversations")
+        return lines
+
+
+class ReportBuilder:
+    """Counts while a data set is read. Not thread-safe: one load, one builder."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.used = 0
+        self.other_split = 0
+        self.documents = 0
+        self.tokens = 0
+        self.supervised_tokens = 0
+        self.mask_samples = 0
+        self._dropped: Counter[Finding] = Counter()
+        self._notes: Counter[Finding] = Counter()
+        self._examples: dict[Finding, list[str]] = {}
+
+    @property
+    def num_dropped(self) -> int:
+        """Conversations dropped so far."""
+        return self._dropped.total()
+
+    def drop(self, finding: Finding, where: str) -> None:
+        """Count a conversation at `where` (`file:line`) that gave nothing."""
+        self._dropped[finding] += 1
+        self._keep_example(finding, where)
+
+    def note(self, finding: Finding, where: str) -> None:
+        """Count something about a conversation that is used."""
+        self._notes[finding] += 1
+        self._keep_example(finding, where)
+
+    def _keep_example(self, finding: Finding, where: str) -> None:
+        examples = self._examples.setdefault(finding, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(where)
+
+    def _counts(self, counter: Counter[Finding]) -> tuple[FindingCount, ...]:
+        return tuple(
+            FindingCount(finding=finding, count=count, examples=tuple(self._examples[finding]))
+            for finding, count in counter.most_common()
+        )
+
+    def build(self, split: Literal["train", "heldout"]) -> DataReport:
+        """The account so far, frozen."""
+        return DataReport(
+            split=split,
+            read=self.read,
+            used=self.used,
+            other_split=self.other_split,
+            dropped=self._counts(self._dropped),
+            notes=self._counts(self._notes),
+            documents=self.documents,
+            tokens=self.tokens,
+            supervised_tokens=self.supervised_tokens,
+            mask_samples=self.mask_samples,
+        )

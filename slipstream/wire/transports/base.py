@@ -1,0 +1,138 @@
+"""What every transport does: copy chosen tensors of one payload into memory of the reader's own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import batch_pb2, tensor_pb2
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.reasons import Reason
+from slipstream.wire.codec import ALIGNMENT_BYTES, ByteArray, check_spec, view_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadRef:
+    """A payload that may be read: a leased pack, or one of the server's fixed payloads."""
+
+    token: bytes
+    manifest: batch_pb2.PackManifest
+    locations: tuple[batch_pb2.PayloadLocation, ...]
+    time_to_live: float | None = None
+    """Seconds for which the lease was granted; None when the token never expires."""
+
+    @classmethod
+    def of_lease(cls, lease: batch_pb2.Lease) -> "PayloadRef":
+        """The pack of a lease."""
+        time_to_live = lease.time_to_live.ToTimedelta().total_seconds()
+        return cls(lease.lease_token, lease.manifest, tuple(lease.locations), time_to_live)
+
+    @classmethod
+    def of_fixed(cls, payload: pb.FixedPayload) -> "PayloadRef":
+        """The frozen weights or the probe."""
+        return cls(payload.token, payload.manifest, tuple(payload.locations))
+
+    @property
+    def shared_memory(self) -> batch_pb2.SharedMemoryLocation | None:
+        """Where the payload lies in shared memory; None when the server does not offer it."""
+        for location in self.locations:
+            if location.WhichOneof("location") == "shared_memory":
+                return location.shared_memory
+        return None
+
+    @property
+    def slot_generation(self) -> int:
+        """For ConfirmRead: the generation of the slot; 0 without shared memory, where the server knows it."""
+        location = self.shared_memory
+        return location.slot_generation if location is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRun:
+    """Neighbouring tensors of a payload, read in one go."""
+
+    offset_bytes: int
+    size_bytes: int
+    specs: tuple[tensor_pb2.TensorSpec, ...]
+
+
+class PayloadReader(ABC):
+    """Copies tensors out of payloads. One thread at a time uses a reader.
+
+    After `read`, and before the use of what it returned, the caller asks ConfirmRead.
+    """
+
+    name: str
+    """As in a recipe's `stream.transport`."""
+    transport: pb.Transport
+    """As in LeasePacksRequest: the server computes checksums only where a transport needs them."""
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        """`pin_memory`: return page-locked tensors, which a GPU copies asynchronously."""
+        self._pin_memory = pin_memory
+        self.gigabytes_per_second: float | None = None
+        """Measured by `choose_reader` with the server's probe; None before."""
+
+    def read(self, ref: PayloadRef, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Copy the named tensors into CPU memory that belongs to the result; every tensor is contiguous.
+
+        Raises:
+            SlipstreamError: LEASE_LOST when the payload is gone or changed during the copy, PAYLOAD_CORRUPT when the
+                bytes or the manifest are wrong, TARGET_INCOMPATIBLE when the payload lacks a tensor,
+                TRANSPORT_UNAVAILABLE when the payload cannot be read this way.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for run in contiguous_runs(ref.manifest, names):
+            raw = torch.empty(run.size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+            self._fill(ref, run, raw.numpy())
+            tensors.update((spec.name, view_bytes(raw, spec, run.offset_bytes)) for spec in run.specs)
+        return {name: tensors[name] for name in names}
+
+    @abstractmethod
+    def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
+        """Copy the bytes of `run` into `buffer`, uint8 `[run.size_bytes]`, and make sure they are the leased ones."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give mappings and streams back; idempotent."""
+
+
+def contiguous_runs(manifest: batch_pb2.PackManifest, names: Sequence[str]) -> list[ByteRun]:
+    """The named tensors in payload order, joined where only alignment padding lies between them.
+
+    Raises:
+        SlipstreamError: TARGET_INCOMPATIBLE for a name the payload lacks, PAYLOAD_CORRUPT for a misshapen manifest.
+    """
+    by_name = {spec.name: spec for spec in manifest.tensors}
+    missing = sorted(set(names) - by_name.keys())
+    if missing:
+        raise SlipstreamError(
+            f"The payload has no tensor {', '.join(missing)}; it has {', '.join(by_name)}.",
+            reason=Reason.TARGET_INCOMPATIBLE,
+            remedy="Open the subscription with the layers that the drafter reads.",
+        )
+    runs: list[ByteRun] = []
+    for spec in sorted((by_name[name] for name in set(names)), key=lambda spec: spec.offset_bytes):
+        check_spec(spec)
+        end = spec.offset_bytes + spec.size_bytes
+        if end > manifest.payload_size_bytes:
+            raise SlipstreamError(
+                f"Tensor {spec.name!r} ends at byte {end} of a payload of {manifest.payload_size_bytes} bytes.",
+                reason=Reason.PAYLOAD_CORRUPT,
+            )
+        last = runs[-1] if runs else None
+        if last and 0 <= spec.offset_bytes - (last.offset_bytes + last.size_bytes) < ALIGNMENT_BYTES:
+            runs[-1] = ByteRun(last.offset_bytes, end - last.offset_bytes, (*last.specs, spec))
+        else:
+            runs.append(ByteRun(spec.offset_bytes, spec.size_bytes, (spec,)))
+    return runs
+
+
+def bytes_of(run: ByteRun, spec: tensor_pb2.TensorSpec, buffer: ByteArray) -> ByteArray:
+    """The part of a run's buffer that holds one of its tensors."""
+    start = spec.offset_bytes - run.offset_bytes
+    part: np.ndarray[tuple[int], np.dtype[np.uint8]] = buffer[start : start + spec.size_bytes]
+    return part

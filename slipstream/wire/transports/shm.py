@@ -1,0 +1,151 @@
+"""Same host: the reader maps the server's segment read-only and copies what it needs out of it.
+
+The server never notices a reader. A mapping outlives both the file and its owner, so a dead server harms no copy in
+progress; whether its bytes still count is for ConfirmRead to say.
+"""
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import batch_pb2
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.reasons import Reason
+from slipstream.wire.arena import (
+    SEGMENT_PREFIX,
+    SHM_DIR_VARIABLE,
+    SegmentHeader,
+    read_host_id,
+    shared_memory_directory,
+)
+from slipstream.wire.codec import ByteArray
+from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
+
+_HEADER_READ_BYTES = 64
+
+
+class SharedMemoryReader(PayloadReader):
+    """Reads payloads from segments of a server on this host."""
+
+    name = "shm"
+    transport = pb.TRANSPORT_SHARED_MEMORY
+
+    def __init__(self, host_id: str, *, directory: Path | None = None, pin_memory: bool = False) -> None:
+        """Make sure that this process sees the server's shared memory.
+
+        Args:
+            host_id: from GetTarget.
+            directory: default: that of `shared_memory_directory`.
+            pin_memory: as PayloadReader.
+
+        Raises:
+            SlipstreamError: TRANSPORT_UNAVAILABLE when it does not.
+        """
+        super().__init__(pin_memory=pin_memory)
+        if not host_id:
+            raise _unavailable("The target server offers no shared memory.", "Start it without --no-shm, or use grpc.")
+        found = directory or shared_memory_directory()
+        if found is None or read_host_id(found) != host_id:
+            raise _unavailable(
+                f"The target server's shared memory is not the one this process sees ({found or 'none'}).",
+                f"Run both on one host with one shared-memory directory ({SHM_DIR_VARIABLE}; containers: a common "
+                "/dev/shm volume), or use grpc.",
+            )
+        self._directory = found
+        self._segments: dict[str, _Segment] = {}
+
+    def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
+        location = ref.shared_memory
+        if location is None:
+            raise _unavailable("The server did not put this payload into shared memory.", "Use grpc.")
+        self._segment(location.segment_name).copy(location, run.offset_bytes, buffer)
+
+    def close(self) -> None:
+        """Unmap all segments; idempotent."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def _segment(self, name: str) -> "_Segment":
+        known = self._segments.get(name)
+        if known is not None:
+            return known
+        for other in [other for other in self._segments if not (self._directory / other).exists()]:
+            self._segments.pop(other).close()  # of a server that ended: do not hold its memory
+        segment = _Segment(self._directory, name)
+        self._segments[name] = segment
+        return segment
+
+
+class _Segment:
+    """One mapped segment."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        if not name.startswith(SEGMENT_PREFIX) or os.sep in name:
+            raise _corrupt(f"{name!r} is not the name of a segment.")
+        try:
+            fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise _lost(f"Segment {name} is gone: the target server has ended or was restarted.") from error
+        except PermissionError as error:
+            raise _unavailable(
+                f"Segment {name} in {directory} may not be read: {error.strerror}.",
+                "Run trainer and target server as the same user, or use grpc.",
+            ) from error
+        try:
+            header = SegmentHeader.unpack(os.pread(fd, _HEADER_READ_BYTES, 0))
+            if header is None or os.fstat(fd).st_size < header.segment_bytes:
+                raise _corrupt(f"Segment {name} does not start with the header of this version.")
+            # Filling the page table at once saves a page fault for every 4 KiB of the first copies.
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._mapping = mmap.mmap(fd, header.segment_bytes, flags, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._header = header
+        self._bytes: ByteArray = np.frombuffer(self._mapping, np.uint8)
+        self._generations = header.generations(self._bytes)
+
+    def copy(self, location: batch_pb2.SharedMemoryLocation, offset_bytes: int, buffer: ByteArray) -> None:
+        """Fill `buffer` from byte `offset_bytes` of the payload on; the slot must hold still meanwhile."""
+        header = self._header
+        index, rest = divmod(location.offset_bytes - header.header_bytes, header.slot_bytes)
+        end = offset_bytes + buffer.nbytes
+        if rest or not 0 <= index < header.num_slots or end > header.slot_bytes:
+            raise _corrupt(f"Byte {location.offset_bytes} of segment {location.segment_name} starts no such payload.")
+        slot = self._bytes[location.offset_bytes : location.offset_bytes + header.slot_bytes]
+        self._check_generation(index, location)
+        np.copyto(buffer, slot[offset_bytes:end])
+        self._check_generation(index, location)
+
+    def close(self) -> None:
+        del self._bytes, self._generations
+        with contextlib.suppress(BufferError):  # a copy is under way in another thread: it unmaps when it ends
+            self._mapping.close()
+
+    def _check_generation(self, index: int, location: batch_pb2.SharedMemoryLocation) -> None:
+        found = int(self._generations[index])
+        if found != location.slot_generation:
+            raise _lost(
+                f"Slot {index} of segment {location.segment_name} was used again: generation {found}, "
+                f"leased {location.slot_generation}."
+            )
+
+
+def _lost(message: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.LEASE_LOST, remedy="The pack is leased again.")
+
+
+def _corrupt(message: str) -> SlipstreamError:
+    return SlipstreamError(
+        message,
+        reason=Reason.PAYLOAD_CORRUPT,
+        remedy="Target server and trainer must be of the same version of Slipstream.",
+    )
+
+
+def _unavailable(message: str, remedy: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.TRANSPORT_UNAVAILABLE, remedy=remedy)
