@@ -1,0 +1,280 @@
+"""⑥ What the lease ledger knows, behind one lock: subscriptions, shelves, leases, and the rules that time imposes.
+
+LeaseLedger (trainers), WorkQueue (engine) and StreamControl (operators) are the verbs on it; each takes `lock`, and
+calls the methods below while holding it. `packs` wakes long polls, `work` wakes the engine.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from target_server.shelf import Shelf, Slot
+from target_server.subscription import Lease, Subscription, SubscriptionRecord
+
+
+class DeliveryState(Enum):
+    """What a trainer is told when it asks for packs."""
+
+    ACTIVE = auto()
+    PAUSED = auto()
+    EXHAUSTED = auto()
+    DRAINING = auto()
+    WAITING_FOR_GROUP = auto()
+
+
+class Journal(Protocol):
+    """Where the durable part goes: see LedgerStore."""
+
+    def subscriptions(self) -> list[SubscriptionRecord]:
+        """Everything saved."""
+
+    def save(self, record: SubscriptionRecord) -> None:
+        """Write the record."""
+
+    def seek(self, record: SubscriptionRecord) -> None:
+        """Write the record and the incarnation it begins."""
+
+    def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
+        """Write that a step trained its packs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the ledger allows."""
+
+    subscription_timeout: float = 30.0
+    """Seconds without a call after which a run no longer pins packs."""
+    max_outstanding: int = 8
+    """Leases of one subscription that are neither confirmed nor released."""
+    longest_lease: float = 600.0
+    """Seconds."""
+
+
+class LeaseBook:
+    """The state of all subscriptions of one target server. Every method is called with `lock` held."""
+
+    def __init__(
+        self, journal: Journal, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.journal = journal
+        self.limits = limits or Limits()
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.packs = threading.Condition(self.lock)
+        self.work = threading.Condition(self.lock)
+        self.draining = False
+        self.shelves: dict[str, Shelf] = {}
+        self.unusable: dict[str, dict[int, tuple[str, ...]]] = {}
+        """Stream → packs with hidden states that are not finite → names of their documents."""
+        self.subscriptions = {record.name: Subscription(record) for record in journal.subscriptions()}
+        self.leases: dict[bytes, Lease] = {}
+        self._server = secrets.token_hex(4)
+        self._serial = 0
+
+    # Finding and checking
+
+    def subscription(self, name: str) -> Subscription:
+        """An open subscription.
+
+        Raises:
+            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
+        """
+        subscription = self.subscriptions.get(name)
+        if subscription is None:
+            raise SlipstreamError(
+                f"This target server has no subscription {name!r}.",
+                reason=Reason.SUBSCRIPTION_UNKNOWN,
+                remedy="Open it first; a server with a new ledger does not remember it.",
+            )
+        if subscription.record.closed:
+            raise closed(name)
+        return subscription
+
+    def current(self, name: str, incarnation: int) -> Subscription:
+        """An open subscription whose present incarnation is the caller's.
+
+        Raises:
+            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED, INCARNATION_STALE.
+        """
+        subscription = self.subscription(name)
+        if incarnation != subscription.record.incarnation or incarnation == 0:
+            raise stale(name, incarnation, subscription.record.incarnation)
+        return subscription
+
+    def refuse_void_token(self, token: bytes, *, of_other_servers: bool) -> None:
+        """Raise why a token is void, unless its lease simply expired.
+
+        Args:
+            token: not among `leases`.
+            of_other_servers: raise for the token of an earlier process, too.
+
+        Raises:
+            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED; LEASE_LOST for a token that this process never gave.
+        """
+        server, _, rest = token.partition(b"/")
+        incarnation, _, rest = rest.partition(b"/")
+        _, _, name = rest.partition(b"/")
+        if server == self._server.encode():
+            self.current(name.decode(), int(incarnation))
+        elif of_other_servers:
+            raise SlipstreamError(
+                "The lease was granted by another server process; leases do not outlive it.",
+                reason=Reason.LEASE_LOST,
+                remedy="Seek, then lease again.",
+            )
+
+    def present(self, subscription: Subscription) -> bool:
+        """The run called lately or is waiting now."""
+        if subscription.record.closed:
+            return False
+        return subscription.waiting > 0 or self.clock() < self._silent_from(subscription)
+
+    def active(self, stream: str) -> Iterator[Subscription]:
+        """The runs whose needs count: present, not paused."""
+        for subscription in self.members(stream):
+            if self.present(subscription) and not subscription.record.paused:
+                yield subscription
+
+    def members(self, stream: str) -> Iterator[Subscription]:
+        """All subscriptions of a stream."""
+        return (each for each in self.subscriptions.values() if each.record.stream == stream)
+
+    def state(self, subscription: Subscription) -> DeliveryState:
+        """What holds the run up, if anything. Completes its group when all members are there."""
+        if self.draining:
+            return DeliveryState.DRAINING
+        if subscription.record.paused:
+            return DeliveryState.PAUSED
+        if not self._group_is_complete(subscription):
+            return DeliveryState.WAITING_FOR_GROUP
+        return DeliveryState.EXHAUSTED if subscription.exhausted else DeliveryState.ACTIVE
+
+    def _group_is_complete(self, subscription: Subscription) -> bool:
+        if subscription.record.started:
+            return True
+        terms = subscription.record.terms
+        members = [
+            each
+            for each in self.members(subscription.record.stream)
+            if each.record.terms.group == terms.group and self.present(each)
+        ]
+        if len(members) < terms.group_size:
+            return False
+        for member in members:
+            member.record.started = True
+            self.journal.save(member.record)
+        self.changed()
+        return True
+
+    # Changing
+
+    def touch(self, subscription: Subscription) -> None:
+        """The run has called."""
+        subscription.last_seen = self.clock()
+
+    def changed(self) -> None:
+        """Something happened that long polls or the engine may wait for."""
+        self.packs.notify_all()
+        self.work.notify_all()
+
+    def grant(self, subscription: Subscription, slot: Slot, time_to_live: float) -> Lease:
+        """undelivered → leased."""
+        assert slot.facts is not None
+        record, sequence_number = subscription.record, slot.sequence_number
+        self._serial += 1
+        token = f"{self._server}/{record.incarnation}/{self._serial}/{record.name}".encode()
+        lease = Lease(
+            token=token,
+            subscription=record.name,
+            sequence_number=sequence_number,
+            step=subscription.step_of(sequence_number),
+            attempt=subscription.attempts.get(sequence_number, 0) + 1,
+            slot=slot,
+            facts=slot.facts,
+            time_to_live=self.clamp(time_to_live),
+            expires_at=self.clock() + self.clamp(time_to_live),
+        )
+        slot.readers += 1
+        self.leases[token] = lease
+        subscription.take(lease)
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Take the lease out of the book; its subscription is told by the caller."""
+        del self.leases[lease.token]
+        lease.slot.readers -= 1
+
+    def void(self, subscription: Subscription) -> None:
+        """End every lease of a subscription; its packs are undelivered."""
+        for lease in list(subscription.leased.values()):
+            self.end(lease)
+            subscription.give_back(lease)
+
+    def expire(self) -> None:
+        """End the leases whose time is up."""
+        now = self.clock()
+        expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
+        for lease in expired:
+            subscription = self.subscriptions[lease.subscription]
+            self.end(lease)
+            subscription.give_back(lease)
+            subscription.leases_expired += 1
+        if expired:
+            self.changed()
+
+    def quarantine(self, subscription: Subscription, sequence_number: int) -> None:
+        """Never deliver the pack to this run."""
+        lease = subscription.leased.get(sequence_number)
+        if lease is not None:
+            self.end(lease)
+            subscription.give_back(lease)
+        subscription.quarantine(sequence_number)
+        self.journal.save(subscription.record)
+
+    def next_deadline(self) -> float:
+        """When time alone changes something: a lease expires, or a run counts as away."""
+        deadlines = [lease.expires_at for lease in self.leases.values()]
+        deadlines += [self._silent_from(each) for each in self.subscriptions.values() if self.present(each)]
+        now = self.clock()
+        return min((deadline for deadline in deadlines if deadline > now), default=float("inf"))
+
+    def clamp(self, time_to_live: float) -> float:
+        """A lease's duration within what the server allows; not positive means the longest."""
+        longest = self.limits.longest_lease
+        return min(time_to_live, longest) if time_to_live > 0 else longest
+
+    def _silent_from(self, subscription: Subscription) -> float:
+        return subscription.last_seen + self.limits.subscription_timeout
+
+
+def wait_until(condition: threading.Condition, deadline: float, clock: Callable[[], float]) -> None:
+    """Wait for a notification, at the longest until `deadline` on `clock`."""
+    condition.wait(min(max(0.0, deadline - clock()), threading.TIMEOUT_MAX))
+
+
+def stale(name: str, given: int, present: int) -> SlipstreamError:
+    """The caller's incarnation is not the present one."""
+    if given == 0 or present == 0:
+        return SlipstreamError(
+            f"{name} was not sought in this incarnation.",
+            reason=Reason.INCARNATION_STALE,
+            remedy="Seek before anything else.",
+        )
+    return SlipstreamError(
+        f"Incarnation {given} of {name} is over; the present one is {present}.",
+        reason=Reason.INCARNATION_STALE,
+        remedy="Another trainer has taken over the run: this one stops and writes nothing.",
+    )
+
+
+def closed(name: str) -> SlipstreamError:
+    """The subscription was closed by an operator."""
+    return SlipstreamError(
+        f"{name} was closed.", reason=Reason.STREAM_CLOSED, remedy="Start the trainer again to open it anew."
+    )

@@ -1,0 +1,237 @@
+"""⑥ What of the lease ledger must survive a crash: a small SQLite file. Leases are not in it; they live in memory.
+
+    subscriptions   one row a run: its terms, cursor and state
+    incarnations    one row a seek: where that incarnation of the run began
+    commits         one row a committed step of an incarnation
+
+`incarnations` and `commits` prove that every pack counts exactly once: see lineage.py.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from target_server.subscription import Start, SubscriptionRecord, SubscriptionTerms
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x534C4950  # "SLIP": tells our file from any other SQLite file
+
+_SCHEMA = """
+CREATE TABLE subscriptions (
+    name TEXT PRIMARY KEY,
+    terms TEXT NOT NULL,
+    stream TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    first_sequence_number INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL,
+    seek_request_id TEXT NOT NULL,
+    next_step INTEGER NOT NULL,
+    quarantined TEXT NOT NULL,
+    paused INTEGER NOT NULL,
+    closed INTEGER NOT NULL,
+    started INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE TABLE incarnations (
+    subscription TEXT NOT NULL,
+    incarnation INTEGER NOT NULL,
+    next_step INTEGER NOT NULL,
+    first_sequence_number INTEGER NOT NULL,
+    packs_per_step INTEGER NOT NULL,
+    PRIMARY KEY (subscription, incarnation)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE commits (
+    subscription TEXT NOT NULL,
+    incarnation INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    first_sequence_number INTEGER NOT NULL,
+    last_sequence_number INTEGER NOT NULL,
+    quarantined TEXT NOT NULL,
+    PRIMARY KEY (subscription, incarnation, step)
+) STRICT, WITHOUT ROWID;
+"""
+
+
+class LedgerStore:
+    """The open file. Every write is on the disk when the method returns. Used under the ledger's lock only."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED when the file is in use, not a ledger, newer than this version, or
+                not writable; DISK_FULL.
+        """
+        self.path = path
+        with _in_words(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _lock(path)
+            try:
+                self._connection = self._open()
+            except BaseException:
+                os.close(self._lock_fd)
+                raise
+
+    def _open(self) -> sqlite3.Connection:
+        # One connection for all threads: the ledger's lock keeps them apart.
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            check_schema(connection, self.path, create=True)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def subscriptions(self) -> list[SubscriptionRecord]:
+        """Everything that was saved, closed subscriptions too."""
+        with _in_words(self.path):
+            cursor = self._connection.execute("SELECT * FROM subscriptions ORDER BY name")
+            columns = [column[0] for column in cursor.description]
+            return [_record(dict(zip(columns, row, strict=True))) for row in cursor]
+
+    def save(self, record: SubscriptionRecord) -> None:
+        """Write the record as it is now."""
+        with _in_words(self.path):
+            self._save(record)
+
+    def seek(self, record: SubscriptionRecord) -> None:
+        """Write the record together with the incarnation it begins."""
+        row = (
+            record.name,
+            record.incarnation,
+            record.next_step,
+            record.first_sequence_number,
+            record.terms.packs_per_step,
+        )
+        with _in_words(self.path), self._transaction():
+            self._save(record)
+            self._connection.execute("INSERT OR REPLACE INTO incarnations VALUES (?, ?, ?, ?, ?)", row)
+
+    def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
+        """Write that `step` of the present incarnation trained `packs`, except those quarantined. Idempotent."""
+        quarantined = json.dumps(sorted(record.quarantined.intersection(packs)))
+        row = (record.name, record.incarnation, step, packs.start, packs.stop - 1, quarantined)
+        with _in_words(self.path), self._transaction():
+            self._connection.execute("INSERT OR IGNORE INTO commits VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._connection.execute(
+                "UPDATE subscriptions SET next_step = max(next_step, ?) WHERE name = ?", (step + 1, record.name)
+            )
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._lock_fd >= 0:
+            self._connection.close()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _save(self, record: SubscriptionRecord) -> None:
+        row = {
+            "name": record.name,
+            "terms": json.dumps(asdict(record.terms), sort_keys=True),
+            "stream": record.stream,
+            "fingerprint": record.fingerprint,
+            "first_sequence_number": record.first_sequence_number,
+            "incarnation": record.incarnation,
+            "seek_request_id": record.seek_request_id,
+            "next_step": record.next_step,
+            "quarantined": json.dumps(sorted(record.quarantined)),
+            "paused": record.paused,
+            "closed": record.closed,
+            "started": record.started,
+        }
+        names = ", ".join(row)
+        values = ", ".join(f":{name}" for name in row)
+        self._connection.execute(f"INSERT OR REPLACE INTO subscriptions ({names}) VALUES ({values})", row)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+
+def check_schema(connection: sqlite3.Connection, path: Path, *, create: bool) -> None:
+    """Make the tables in an empty file; refuse a file that is not a ledger of this version.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    version, application, tables = (
+        connection.execute(query).fetchone()[0]
+        for query in ("PRAGMA user_version", "PRAGMA application_id", "SELECT count(*) FROM sqlite_schema")
+    )
+    if create and tables == 0 and version == 0:
+        stamp = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+        connection.executescript(f"BEGIN; {_SCHEMA} {stamp} COMMIT;")
+        return
+    if application != _APPLICATION_ID:
+        raise _unsupported(f"{path} is a database, but not a ledger of a target server.", "Name another with --ledger.")
+    if version != SCHEMA_VERSION:
+        raise _unsupported(
+            f"The ledger {path} has format {version}; this version of Slipstream knows format {SCHEMA_VERSION}.",
+            "Run the version that wrote it, or begin a new one with --ledger: trainers resume from their checkpoints.",
+        )
+
+
+def _record(row: dict[str, object]) -> SubscriptionRecord:
+    terms = json.loads(str(row.pop("terms")))
+    terms["layer_ids"] = tuple(terms["layer_ids"])
+    terms["start"] = Start(terms["start"])
+    quarantined = set(json.loads(str(row.pop("quarantined"))))
+    flags = {name: bool(row.pop(name)) for name in ("paused", "closed", "started")}
+    return SubscriptionRecord(terms=SubscriptionTerms(**terms), quarantined=quarantined, **flags, **row)  # type: ignore[arg-type]
+
+
+def _lock(path: Path) -> int:
+    """An exclusive lock beside the file for as long as the process lives; the kernel drops it with the process."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise _unsupported(
+            f"The ledger {path} is in use by another target server (process {owner}).",
+            "Stop that one, or name another file with --ledger: every server needs its own.",
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+@contextlib.contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the operating system say into an error for a person."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_FULL"):
+            raise SlipstreamError(
+                f"The disk that holds the ledger {path} is full.",
+                reason=Reason.DISK_FULL,
+                remedy="Free some space; nothing that was acknowledged is lost.",
+            ) from error
+        raise _unsupported(
+            f"The ledger {path} cannot be used: {error}.",
+            "Mend or remove the file, or name another with --ledger: trainers resume from their checkpoints.",
+        ) from error
+    except OSError as error:
+        raise _unsupported(
+            f"The ledger {path} cannot be used: {error.strerror}.", "Name a writable file with --ledger."
+        ) from error
+
+
+def _unsupported(message: str, remedy: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.ENVIRONMENT_UNSUPPORTED, remedy=remedy)

@@ -1,0 +1,117 @@
+"""⑥ The proof that along the lineage of a run every pack counts exactly once.
+
+A run's lineage is made of incarnations. One that began at step s replaces whatever older ones committed from s on: the
+checkpoint it resumed from holds the steps before s and nothing else. So the commits that count are those of an
+incarnation below the first step of every later incarnation.
+"""
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from target_server.ledger_store import check_schema
+
+# Where every incarnation began. The first may begin late: an older ledger, now lost, knew the steps before.
+_BEGINNINGS = """
+SELECT first_sequence_number + next_step * packs_per_step FROM incarnations
+WHERE subscription = :name ORDER BY incarnation
+"""
+
+# For every step: how many commits count, and which packs they trained.
+_COUNTED = """
+SELECT c.step, count(*), min(c.first_sequence_number), max(c.last_sequence_number), min(c.quarantined)
+FROM commits AS c
+WHERE c.subscription = :name
+  AND NOT EXISTS (
+      SELECT 1 FROM incarnations AS later
+      WHERE later.subscription = c.subscription AND later.incarnation > c.incarnation AND later.next_step <= c.step)
+GROUP BY c.step ORDER BY c.step
+"""
+
+
+@dataclass(frozen=True)
+class LineageReport:
+    """What the ledger knows about a run."""
+
+    run: str
+    incarnations: int
+    steps_committed: int
+    """Steps on the lineage."""
+    steps_discarded: int
+    """Commits that a later incarnation replaced: trained, but not part of what the run has learned."""
+    first_sequence_number: int
+    next_sequence_number: int
+    """One past the last pack that counts."""
+    quarantined: tuple[int, ...]
+    """Packs inside the range that were left out."""
+    missing: tuple[int, ...]
+    """Packs inside the range that no commit accounts for."""
+    repeated: tuple[int, ...]
+    """Packs that more than one commit counts."""
+
+    @property
+    def exactly_once(self) -> bool:
+        """Every pack from the first to the last counts once."""
+        return not self.missing and not self.repeated
+
+
+def lineage_report(ledger: Path, run: str) -> LineageReport:
+    """Read the proof from a ledger; works while the server runs.
+
+    Args:
+        ledger: the server's SQLite file.
+        run: name of the run.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED for a file that is not a ledger; SUBSCRIPTION_UNKNOWN.
+    """
+    try:
+        connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        try:
+            check_schema(connection, ledger, create=False)
+            return _report(connection, run)
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise SlipstreamError(
+            f"The ledger {ledger} cannot be read: {error}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Name the file that the target server was given with --ledger.",
+        ) from error
+
+
+def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
+    name = {"name": f"subscriptions/{run}"}
+    begins = connection.execute(_BEGINNINGS, name).fetchall()
+    if not begins:
+        raise SlipstreamError(
+            f"The ledger knows no incarnation of a run {run!r}.",
+            reason=Reason.SUBSCRIPTION_UNKNOWN,
+            remedy="Name a run that has trained on this target server.",
+        )
+    first: int = begins[0][0]
+    (commits,) = connection.execute("SELECT count(*) FROM commits WHERE subscription = :name", name).fetchone()
+    expected, counted = first, 0
+    missing: list[int] = []
+    repeated: list[int] = []
+    quarantined: list[int] = []
+    for _, commits_of_step, first_pack, last_pack, skipped in connection.execute(_COUNTED, name):
+        counted += commits_of_step
+        missing.extend(range(expected, first_pack))
+        repeated.extend(range(first_pack, last_pack + 1) if commits_of_step > 1 else range(first_pack, expected))
+        quarantined.extend(json.loads(skipped))
+        expected = last_pack + 1
+    return LineageReport(
+        run=run,
+        incarnations=len(begins),
+        steps_committed=counted,
+        steps_discarded=commits - counted,
+        first_sequence_number=first,
+        next_sequence_number=expected,
+        quarantined=tuple(quarantined),
+        missing=tuple(missing),
+        repeated=tuple(repeated),
+    )

@@ -1,0 +1,128 @@
+"""⑤ The shelf: which pack lies in which slot of a stream's arena, and how often packs had to be computed.
+
+Bookkeeping only, without a lock and without bytes: the lease ledger owns it, the producer writes the bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class SlotState(Enum):
+    """What a slot holds."""
+
+    EMPTY = auto()
+    WRITING = auto()
+    READY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PackFacts:
+    """What the ledger and the manifest say about a finished pack."""
+
+    num_tokens: int
+    """Real tokens, padding not counted."""
+    num_supervised_tokens: int
+    generation: int
+    """The arena's generation of the slot after the write."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place on the shelf."""
+
+    index: int
+    state: SlotState = SlotState.EMPTY
+    sequence_number: int = -1
+    facts: PackFacts | None = None
+    readers: int = 0
+    """Unexpired leases on the present content; a slot with readers is never given to another pack."""
+    last_used: int = 0
+    """Tick of the last publication or confirmation: the slot unused for longest is given away first."""
+
+
+class Shelf:
+    """The slots of one stream: empty → writing → ready → writing (another pack) → …
+
+    Packs stay memoised until their slot is needed.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        assert num_slots > 0 and slot_bytes > 0, (num_slots, slot_bytes)
+        self.slots = tuple(Slot(index) for index in range(num_slots))
+        self.slot_bytes = slot_bytes
+        self.packs_computed = 0
+        self.packs_recomputed = 0
+        """Packs among packs_computed that had been computed before."""
+        self.newest_sequence_number = 0
+        """The pack computed, or being computed, most recently; 0 before the first."""
+        self._by_sequence: dict[int, Slot] = {}
+        self._seen = bytearray()  # one byte per sequence number: 1 when it was computed at least once
+        self._tick = 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def ready(self, sequence_number: int) -> Slot | None:
+        """The slot that holds the finished pack, if any does."""
+        slot = self._by_sequence.get(sequence_number)
+        return slot if slot is not None and slot.state is SlotState.READY else None
+
+    def holds(self, sequence_number: int) -> bool:
+        """True when the pack is here or being written."""
+        return sequence_number in self._by_sequence
+
+    def ready_slots(self) -> Iterator[Slot]:
+        """All finished packs."""
+        return (slot for slot in self.slots if slot.state is SlotState.READY)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while the producer fills a slot."""
+        return any(slot.state is SlotState.WRITING for slot in self.slots)
+
+    def reserve(self, slot: Slot, sequence_number: int) -> None:
+        """Give a slot to a pack that will be written; what it held is gone."""
+        assert slot.state is not SlotState.WRITING and slot.readers == 0, slot
+        assert not self.holds(sequence_number), f"pack {sequence_number} is on the shelf already"
+        self._forget(slot)
+        slot.state = SlotState.WRITING
+        slot.sequence_number = sequence_number
+        self._by_sequence[sequence_number] = slot
+        self.newest_sequence_number = sequence_number
+
+    def publish(self, slot: Slot, facts: PackFacts) -> None:
+        """The pack is complete: count it and offer it."""
+        assert slot.state is SlotState.WRITING, slot
+        slot.state = SlotState.READY
+        slot.facts = facts
+        self.touch(slot)
+        self.packs_computed += 1
+        if self._mark_seen(slot.sequence_number):
+            self.packs_recomputed += 1
+
+    def discard(self, slot: Slot) -> None:
+        """Empty a slot: the pack was not finished, or is not to be trusted."""
+        assert slot.readers == 0, slot
+        self._forget(slot)
+
+    def touch(self, slot: Slot) -> None:
+        """Note a use of the slot."""
+        self._tick += 1
+        slot.last_used = self._tick
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.state is not SlotState.EMPTY:
+            del self._by_sequence[slot.sequence_number]
+        slot.state = SlotState.EMPTY
+        slot.sequence_number = -1
+        slot.facts = None
+
+    def _mark_seen(self, sequence_number: int) -> bool:
+        """Remember the pack; True when it was remembered already."""
+        missing = sequence_number + 1 - len(self._seen)
+        if missing > 0:
+            self._seen.extend(bytes(missing + len(self._seen)))
+        seen = bool(self._seen[sequence_number])
+        self._seen[sequence_number] = 1
+        return seen

@@ -1,0 +1,104 @@
+"""A lease ledger with a clock that stands still and an engine that runs when told: every interleaving is a plain call."""
+
+import json
+from pathlib import Path
+
+from target_server.ledger_store import LedgerStore
+from target_server.lease_book import LeaseBook, Limits
+from target_server.lease_ledger import Ask, Grant, LeaseLedger, SeekTo
+from target_server.shelf import PackFacts, Shelf
+from target_server.stream_control import StreamControl
+from target_server.subscription import Start, SubscriptionTerms
+from target_server.work_queue import WorkQueue
+
+STREAM = "streams/test"
+FINGERPRINT = "target-a"
+
+
+def terms(
+    run: str, *, packs_per_step: int = 1, group: str = "", group_size: int = 0, **changes: object
+) -> SubscriptionTerms:
+    """Terms of a run on layers 1 and 3."""
+    start = Start.GROUP if group else Start.BEGINNING
+    fields: dict[str, object] = {
+        "data_spec_json": json.dumps({"files": ["a.jsonl"], "seed": 0}),
+        "layer_ids": (1, 3),
+        "last_hidden_state": False,
+        "packs_per_step": packs_per_step,
+        "start": start,
+        "group": group,
+        "group_size": group_size,
+        "max_epochs": 1,
+    }
+    return SubscriptionTerms(run=run, **(fields | changes))  # type: ignore[arg-type]
+
+
+class LedgerDesk:
+    """One stream of `num_packs` packs on a shelf of `num_slots` slots."""
+
+    def __init__(
+        self, path: Path, *, num_slots: int = 4, num_packs: int | None = 100, max_outstanding: int = 8
+    ) -> None:
+        self.now = 0.0
+        self.num_packs = num_packs
+        self.store = LedgerStore(path)
+        self.book = LeaseBook(self.store, Limits(max_outstanding=max_outstanding), clock=lambda: self.now)
+        self.ledger = LeaseLedger(self.book)
+        self.queue = WorkQueue(self.book)
+        self.control = StreamControl(self.book)
+        self.shelf = Shelf(num_slots, 64)
+        self.ledger.add_stream(STREAM, self.shelf)
+        self.computed: list[int] = []
+        self.slot_contents: dict[int, int] = {}
+        self._generation = 0
+
+    def open(self, run: str, **changes: object) -> str:
+        """Subscribe a run; returns the subscription's name."""
+        return self.ledger.open(terms(run, **changes), STREAM, FINGERPRINT, self.num_packs).name  # type: ignore[arg-type]
+
+    def join(self, run: str, *, next_step: int = 0, **changes: object) -> tuple[str, int]:
+        """Subscribe a run and seek; returns the subscription and its incarnation."""
+        name = self.open(run, **changes)
+        return name, self.seek(name, next_step)
+
+    def seek(self, name: str, next_step: int, **changes: object) -> int:
+        """Seek as the owner of the present incarnation."""
+        expected = self.book.subscriptions[name].record.incarnation
+        first = self.book.subscriptions[name].record.first_sequence_number
+        return self.ledger.seek(name, SeekTo(next_step, first, expected, **changes))  # type: ignore[arg-type]
+
+    def ask(self, name: str, incarnation: int, packs: int = 1, *, time_to_live: float = 60.0) -> Grant:
+        """Ask without waiting."""
+        return self.ledger.lease(name, Ask(incarnation, packs, 0.0, time_to_live))
+
+    def get(self, name: str, incarnation: int, packs: int = 1) -> list[int]:
+        """Ask, let the engine work, ask again, confirm all; returns what was delivered."""
+        grant = self.ask(name, incarnation, packs)
+        if not grant.leases:
+            self.work()
+            grant = self.ask(name, incarnation, packs)
+        for lease in grant.leases:
+            assert self.ledger.confirm(lease.token, lease.facts.generation)
+        return [lease.sequence_number for lease in grant.leases]
+
+    def work(self, packs: int | None = None) -> list[int]:
+        """Let the engine compute what is wanted (at most `packs`); returns what it computed."""
+        computed: list[int] = []
+        while packs is None or len(computed) < packs:
+            work = self.queue.next_work(max_wait=0.0)
+            if work is None:
+                break
+            self._generation += 2
+            self.slot_contents[work.slot.index] = work.sequence_number
+            self.queue.publish(work, PackFacts(100, 50, self._generation))
+            computed.append(work.sequence_number)
+        self.computed += computed
+        return computed
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock."""
+        self.now += seconds
+
+    def close(self) -> None:
+        """Close the file."""
+        self.store.close()

@@ -1,0 +1,341 @@
+"""The trainer's verbs, one subscription at a time: cursor, leases, incarnations, commits."""
+
+import threading
+import time
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from target_server.lease_book import DeliveryState
+from target_server.lease_ledger import Ask, SeekTo
+from target_server.shelf import PackFacts
+from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
+
+
+def refused(reason: Reason) -> pytest.RaisesExc[SlipstreamError]:
+    return pytest.RaisesExc(SlipstreamError, check=lambda error: error.reason is reason)
+
+
+def test_packs_are_delivered_in_order_and_computed_on_demand_only(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    assert desk.work() == []
+    assert [desk.get(name, incarnation) for _ in range(3)] == [[0], [1], [2]]
+    assert desk.computed == [0, 1, 2]
+
+
+def test_what_was_asked_for_but_not_granted_is_computed_meanwhile(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    assert desk.ask(name, incarnation, packs=3).leases == ()
+    assert desk.work(1) == [0]
+    assert len(desk.ask(name, incarnation, packs=3).leases) == 1
+    assert desk.work() == [1, 2]
+
+
+def test_the_shelf_bounds_what_is_computed(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=50)
+    assert desk.work() == [0, 1, 2, 3]
+    assert desk.get(name, incarnation) == [0]
+    assert desk.work() == [4]
+
+
+def test_nothing_is_leased_before_a_seek(desk: LedgerDesk) -> None:
+    name = desk.open("a")
+    with refused(Reason.INCARNATION_STALE):
+        desk.ask(name, 0)
+
+
+def test_unknown_subscription(desk: LedgerDesk) -> None:
+    with refused(Reason.SUBSCRIPTION_UNKNOWN):
+        desk.ask("subscriptions/nobody", 1)
+
+
+def test_a_pack_is_leased_to_one_trainer_at_a_time(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=2)
+    desk.work()
+    first = desk.ask(name, incarnation)
+    second = desk.ask(name, incarnation)
+    assert [lease.sequence_number for lease in (*first.leases, *second.leases)] == [0, 1]
+
+
+def test_an_expired_lease_is_delivered_again_first(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=2)
+    desk.work()
+    (lost,) = desk.ask(name, incarnation, time_to_live=5.0).leases
+    desk.pass_time(5.0)
+    again, other = desk.ask(name, incarnation, packs=2).leases
+    assert (again.sequence_number, again.attempt, other.sequence_number) == (0, 2, 1)
+    assert not desk.ledger.confirm(lost.token, lost.facts.generation)
+    with refused(Reason.LEASE_LOST):
+        desk.ledger.reading(lost.token)
+    assert desk.ledger.confirm(again.token, again.facts.generation)
+    assert desk.computed == [0, 1]
+    assert desk.control.counters(STREAM).subscriptions[0].leases_expired == 1
+
+
+def test_renewal_keeps_a_lease(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation, time_to_live=5.0).leases
+    desk.pass_time(4.0)
+    assert desk.ledger.renew([lease.token], 5.0) == ([], DeliveryState.ACTIVE)
+    desk.pass_time(4.0)
+    assert desk.ledger.confirm(lease.token, lease.facts.generation)
+    assert desk.ledger.renew([lease.token], 5.0) == ([lease.token], None)
+
+
+def test_another_generation_is_not_what_was_leased(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    assert not desk.ledger.confirm(lease.token, lease.facts.generation + 2)
+    (again,) = desk.ask(name, incarnation).leases
+    assert (again.sequence_number, again.attempt) == (0, 2)
+    assert desk.ledger.confirm(again.token, 0), "a transport without generations"
+
+
+def test_an_orderly_leave_returns_leases_at_once(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    desk.ledger.release([lease.token, b"of/1/2/another"], pack_at_fault=False)
+    assert desk.get(name, incarnation) == [0]
+    assert desk.computed == [0]
+
+
+def test_a_pack_at_fault_is_computed_again_then_quarantined(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a", packs_per_step=2)
+    for attempt in (1, 2):
+        desk.ask(name, incarnation)
+        desk.work()
+        (lease,) = desk.ask(name, incarnation).leases
+        assert (lease.sequence_number, lease.attempt) == (0, attempt)
+        desk.ledger.release([lease.token], pack_at_fault=True)
+    grant = desk.ask(name, incarnation)
+    assert grant.quarantined == (0,)
+    assert desk.get(name, incarnation) == [1]
+    assert desk.ledger.commit(name, incarnation, 0) == [0]
+    assert desk.ask(name, incarnation).quarantined == (), "it lies behind the cursor"
+    assert desk.shelf.packs_recomputed == 1
+
+
+def test_too_many_unconfirmed_leases(desk: LedgerDesk) -> None:
+    desk.book.limits = type(desk.book.limits)(max_outstanding=2)
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=4)
+    desk.work()
+    leases = desk.ask(name, incarnation, packs=4).leases
+    assert len(leases) == 2
+    with refused(Reason.LEASE_QUOTA_EXCEEDED):
+        desk.ask(name, incarnation)
+    desk.ledger.confirm(leases[0].token, 0)
+    assert len(desk.ask(name, incarnation).leases) == 1
+
+
+@pytest.mark.parametrize("num_packs, delivered", [(6, 6), (7, 6), (1, 0)])
+def test_a_trailing_partial_step_is_never_delivered(make_desk, num_packs: int, delivered: int) -> None:
+    desk = make_desk(num_packs=num_packs)
+    name, incarnation = desk.join("a", packs_per_step=2)
+    got = [desk.get(name, incarnation) for _ in range(delivered)]
+    assert got == [[number] for number in range(delivered)]
+    assert desk.ask(name, incarnation).state is DeliveryState.EXHAUSTED
+    assert desk.work() == []
+
+
+def test_not_exhausted_while_a_lease_may_come_back(make_desk) -> None:
+    desk = make_desk(num_packs=1)
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    assert desk.ask(name, incarnation).state is DeliveryState.ACTIVE
+    desk.ledger.confirm(lease.token, 0)
+    assert desk.ask(name, incarnation).state is DeliveryState.EXHAUSTED
+
+
+def test_a_seek_voids_everything_older(desk: LedgerDesk) -> None:
+    name, old = desk.join("a")
+    desk.ask(name, old, packs=2)
+    desk.work()
+    (lease,) = desk.ask(name, old).leases
+    new = desk.seek(name, 0)
+    assert new == old + 1
+    for call in (
+        lambda: desk.ledger.confirm(lease.token, 0),
+        lambda: desk.ledger.renew([lease.token], 1.0),
+        lambda: desk.ledger.release([lease.token], pack_at_fault=False),
+        lambda: desk.ledger.reading(lease.token),
+        lambda: desk.ledger.commit(name, old, 0),
+        lambda: desk.ask(name, old),
+        lambda: desk.ledger.seek(name, SeekTo(0, 0, expected_incarnation=old - 1)),
+    ):
+        with refused(Reason.INCARNATION_STALE):
+            call()
+    assert desk.get(name, new, packs=2) == [0, 1]
+    assert desk.computed == [0, 1], "still on the shelf"
+
+
+def test_of_two_trainers_that_claim_a_run_the_later_owns_it(desk: LedgerDesk) -> None:
+    name, first = desk.join("a")
+    second = desk.seek(name, 0)
+    with refused(Reason.INCARNATION_STALE):
+        desk.ask(name, first)
+    assert desk.get(name, second) == [0]
+
+
+def test_a_repeated_seek_gets_the_same_incarnation(desk: LedgerDesk) -> None:
+    name = desk.open("a")
+    request = SeekTo(0, 0, expected_incarnation=0, request_id="seek-1")
+    assert [desk.ledger.seek(name, request) for _ in range(2)] == [1, 1]
+    with refused(Reason.INCARNATION_STALE):
+        desk.ledger.seek(name, SeekTo(0, 0, expected_incarnation=0, request_id="seek-2"))
+
+
+def test_a_lineage_newer_than_the_ledger_wins(desk: LedgerDesk) -> None:
+    name = desk.open("a")
+    assert desk.ledger.seek(name, SeekTo(7, 3, expected_incarnation=0, lineage_incarnation=12)) == 13
+    assert desk.get(name, 13) == [10]
+
+
+def test_quarantined_packs_of_the_cursor_are_skipped(desk: LedgerDesk) -> None:
+    name, _ = desk.join("a")
+    incarnation = desk.seek(name, 0, quarantined=frozenset({0, 2}))
+    assert [desk.get(name, incarnation) for _ in range(2)] == [[1], [3]]
+    assert 0 not in desk.computed
+
+
+def test_a_commit_is_idempotent_and_moves_the_cursor(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a", packs_per_step=2)
+    desk.get(name, incarnation)
+    assert desk.ledger.commit(name, incarnation, 0) == []
+    assert desk.ledger.commit(name, incarnation, 0) == []
+    assert desk.book.subscriptions[name].record.next_step == 1
+    assert desk.get(name, incarnation) == [2], "pack 1 belongs to the committed step"
+
+
+def test_a_commit_voids_leases_of_its_step(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    desk.ledger.commit(name, incarnation, 0)
+    assert not desk.ledger.confirm(lease.token, 0)
+    assert desk.get(name, incarnation) == [1]
+
+
+def test_reopening_is_idempotent_and_refuses_other_terms(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.get(name, incarnation)
+    assert desk.open("a") == name
+    assert desk.get(name, incarnation) == [1]
+    for changes in ({"layer_ids": (1, 2)}, {"last_hidden_state": True}, {"packs_per_step": 3}):
+        with refused(Reason.STREAM_CHANGED):
+            desk.open("a", **changes)
+    with refused(Reason.STREAM_CHANGED):
+        desk.ledger.open(terms("a"), "streams/other", FINGERPRINT, 100)
+    with refused(Reason.TARGET_FINGERPRINT_MISMATCH):
+        desk.ledger.open(terms("a"), STREAM, "target-b", 100)
+
+
+def test_pause_resume_close(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=2)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    desk.control.pause(name)
+    assert desk.ask(name, incarnation).state is DeliveryState.PAUSED
+    assert desk.ledger.confirm(lease.token, 0), "what was leased may be used"
+    desk.control.resume(name)
+    (lease,) = desk.ask(name, incarnation).leases
+    desk.control.close(name)
+    desk.control.close(name)
+    for call in (lambda: desk.ask(name, incarnation), lambda: desk.ledger.confirm(lease.token, 0)):
+        with refused(Reason.STREAM_CLOSED):
+            call()
+    assert desk.join("a") == (name, incarnation + 1), "opened anew, under a new incarnation"
+
+
+def test_draining_grants_nothing_and_waits_for_leases(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=2)
+    desk.work(1)
+    (lease,) = desk.ask(name, incarnation).leases
+    desk.control.drain()
+    assert desk.work() == []
+    assert desk.ask(name, incarnation).state is DeliveryState.DRAINING
+    assert not desk.control.wait_until_drained(0.0)
+    desk.ledger.confirm(lease.token, 0)
+    assert desk.control.wait_until_drained(0.0)
+
+
+def test_a_token_of_another_process_is_lost(desk: LedgerDesk) -> None:
+    desk.join("a")
+    for token in (b"0000/1/1/subscriptions/a", b"", b"\xff\xfe"):
+        with refused(Reason.LEASE_LOST):
+            desk.ledger.confirm(token, 0)
+
+
+class TestLongPoll:
+    """On the real clock, in threads."""
+
+    @pytest.fixture
+    def polling(self, desk: LedgerDesk):
+        desk.book.clock = time.monotonic
+        name, incarnation = desk.join("a")
+        outcome: list[object] = []
+
+        def poll(cancelled=lambda: False) -> None:
+            try:
+                outcome.append(desk.ledger.lease(name, Ask(incarnation, 1, max_wait=20.0), cancelled))
+            except SlipstreamError as error:
+                outcome.append(error)
+
+        def start(**options) -> threading.Thread:
+            thread = threading.Thread(target=poll, kwargs=options)
+            thread.start()
+            return thread
+
+        return desk, name, start, outcome
+
+    def test_wakes_for_a_pack(self, polling) -> None:
+        desk, _, start, outcome = polling
+        thread = start()
+        work = desk.queue.next_work(max_wait=10.0)
+        assert work is not None
+        desk.queue.publish(work, PackFacts(1, 1, 2))
+        thread.join(10.0)
+        assert [lease.sequence_number for lease in outcome[0].leases] == [0]
+
+    @pytest.mark.parametrize("event, reason", [("seek", Reason.INCARNATION_STALE), ("close", Reason.STREAM_CLOSED)])
+    def test_wakes_when_its_ground_is_gone(self, polling, event: str, reason: Reason) -> None:
+        desk, name, start, outcome = polling
+        thread = start()
+        assert desk.queue.next_work(max_wait=10.0) is not None, "the poll has begun"
+        desk.seek(name, 0) if event == "seek" else desk.control.close(name)
+        thread.join(10.0)
+        assert outcome[0].reason is reason
+
+    def test_a_caller_that_hung_up_is_granted_nothing(self, polling) -> None:
+        desk, name, start, outcome = polling
+        gone = threading.Event()
+        thread = start(cancelled=gone.is_set)
+        assert desk.queue.next_work(max_wait=10.0) is not None
+        gone.set()
+        desk.ledger.wake()
+        thread.join(10.0)
+        assert outcome[0].leases == ()
+        assert desk.book.subscriptions[name].leased == {}
+
+    def test_close_wakes_the_engine(self, desk: LedgerDesk) -> None:
+        outcome: list[object] = []
+        thread = threading.Thread(target=lambda: outcome.append(desk.queue.next_work()))
+        thread.start()
+        desk.queue.close()
+        thread.join(10.0)
+        assert outcome == [None]
