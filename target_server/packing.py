@@ -1,0 +1,184 @@
+"""Step ③ of a pack's path: documents become an endless-by-epochs sequence of packs of a fixed token budget.
+
+Pack i is a pure function of the documents, the three packing fields and i, on every machine and numpy version:
+1. Epoch e draws one stream of 64-bit numbers: the raw output of Philox-4x64 with the 128-bit key
+   sha256("slipstream.packing.v1:{seed}:{e}")[:16]. Sorting documents by their numbers gives the epoch's order.
+2. The order is cut into windows of `window_documents`. A window is packed by best-fit decreasing: longest document
+   first (the earlier one on a tie), into the fullest pack it fits (the older one on a tie), else into a new one.
+   The emptiest pack of a window that is not the last is taken apart: its documents join the next window.
+3. The window's packs are sorted by the stream's next numbers. Within a pack, documents keep the epoch's order.
+Every document appears exactly once per epoch and is never split.
+"""
+
+import hashlib
+import threading
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from target_server.document_table import DocumentTable
+
+PADDING_TOKEN_ID = 0
+_CACHED_PLANS = 2  # around the border of two epochs both are in use
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A row of T tokens: documents one after the other, then padding."""
+
+    sequence_number: int
+    token_ids: npt.NDArray[np.int32]
+    """[T], 0 on padding."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T], 1 on supervised tokens."""
+    document_ids: npt.NDArray[np.int32]
+    """[T], index of the document inside the pack; -1 on padding."""
+    position_ids: npt.NDArray[np.int32]
+    """[T], from 0 in every document; 0 on padding."""
+    document_lengths: tuple[int, ...]
+    document_names: tuple[str, ...]
+    num_tokens: int
+    """Tokens that are not padding."""
+    num_supervised: int
+
+
+@dataclass(frozen=True)
+class _EpochPlan:
+    """Which documents lie in which pack of one epoch."""
+
+    documents: npt.NDArray[np.int64]
+    """[documents], indices, pack after pack."""
+    starts: npt.NDArray[np.int64]
+    """[packs + 1], pack i holds documents[starts[i]:starts[i + 1]]."""
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.starts) - 1
+
+
+class PackSequence:
+    """Packs by sequence number, counted through all epochs. Thread-safe; random access is fine."""
+
+    def __init__(self, documents: DocumentTable, *, pack_tokens: int, seed: int, window_documents: int) -> None:
+        """No document may be empty or longer than `pack_tokens`, and there must be at least one."""
+        lengths = documents.lengths
+        assert len(lengths) > 0 and window_documents > 0
+        assert lengths.min() > 0 and lengths.max() <= pack_tokens
+        self._documents = documents
+        self._lengths: list[int] = lengths.tolist()
+        self._pack_tokens = pack_tokens
+        self._seed = seed
+        self._window_documents = window_documents
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[int, _EpochPlan] = OrderedDict()
+        self._first_packs = [0]  # first sequence number of every epoch planned so far, and of the one after
+
+    def pack(self, sequence_number: int) -> Pack:
+        """Pack `sequence_number` (from 0). The first access far ahead plans every epoch before it once."""
+        assert sequence_number >= 0
+        with self._lock:
+            while self._first_packs[-1] <= sequence_number:
+                self._count_next_epoch()
+            epoch = int(np.searchsorted(self._first_packs, sequence_number, side="right")) - 1
+            plan = self._plan(epoch)
+            index = sequence_number - self._first_packs[epoch]
+        members = plan.documents[plan.starts[index] : plan.starts[index + 1]]
+        return self._assemble(sequence_number, members.tolist())
+
+    def packs_in_epoch(self, epoch: int) -> int:
+        """Packs of epoch `epoch` (from 0); epochs differ by a few, since they are packed anew."""
+        return self.total_packs(epoch + 1) - self.total_packs(epoch)
+
+    def total_packs(self, epochs: int) -> int:
+        """Packs of the first `epochs` epochs together."""
+        with self._lock:
+            while len(self._first_packs) <= epochs:
+                self._count_next_epoch()
+            return self._first_packs[epochs]
+
+    def _count_next_epoch(self) -> None:
+        epoch = len(self._first_packs) - 1
+        self._first_packs.append(self._first_packs[-1] + self._plan(epoch).num_packs)
+
+    def _plan(self, epoch: int) -> _EpochPlan:
+        if epoch not in self._plans:
+            self._plans[epoch] = self._make_plan(epoch)
+            while len(self._plans) > _CACHED_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(epoch)
+        return self._plans[epoch]
+
+    def _make_plan(self, epoch: int) -> _EpochPlan:
+        key = hashlib.sha256(f"slipstream.packing.v1:{self._seed}:{epoch}".encode()).digest()[:16]
+        stream = np.random.Philox(key=int.from_bytes(key, "little"))
+        # Ranks in the epoch's order stand for documents until the end, so that ties and pack order need no look-up.
+        order = np.argsort(stream.random_raw(len(self._lengths)), kind="stable")
+        lengths: list[int] = np.asarray(self._lengths)[order].tolist()
+        packs: list[list[int]] = []
+        carried: list[int] = []
+        for begin in range(0, len(lengths), self._window_documents):
+            end = min(begin + self._window_documents, len(lengths))
+            window = best_fit_decreasing([*carried, *range(begin, end)], lengths, self._pack_tokens)
+            carried = []
+            if end < len(lengths) and len(window) > 1:
+                carried = window.pop(_emptiest(window, lengths))
+            packs += [window[index] for index in np.argsort(stream.random_raw(len(window)), kind="stable")]
+        ranks = [rank for pack in packs for rank in sorted(pack)]
+        starts = np.cumsum([0, *(len(pack) for pack in packs)], dtype=np.int64)
+        return _EpochPlan(order[ranks].astype(np.int64), starts)
+
+    def _assemble(self, sequence_number: int, members: Sequence[int]) -> Pack:
+        size = self._pack_tokens
+        token_ids = np.full(size, PADDING_TOKEN_ID, dtype=np.int32)
+        loss_mask = np.zeros(size, dtype=np.uint8)
+        document_ids = np.full(size, -1, dtype=np.int32)
+        position_ids = np.zeros(size, dtype=np.int32)
+        begin = 0
+        for index, member in enumerate(members):
+            document = self._documents[member]
+            span = slice(begin, begin + len(document.token_ids))
+            token_ids[span] = document.token_ids
+            loss_mask[span] = document.loss_mask
+            document_ids[span] = index
+            position_ids[span] = np.arange(len(document.token_ids), dtype=np.int32)
+            begin = span.stop
+        return Pack(
+            sequence_number=sequence_number,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            document_ids=document_ids,
+            position_ids=position_ids,
+            document_lengths=tuple(self._lengths[member] for member in members),
+            document_names=tuple(self._documents.ids[member] for member in members),
+            num_tokens=begin,
+            num_supervised=int(loss_mask.sum()),
+        )
+
+
+def best_fit_decreasing(items: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put items (indices into `sizes`) into bins of `capacity`; bins in the order they were opened.
+
+    Largest first (the smaller index on a tie), each into the fullest bin it fits (the older on a tie). O(n log n)
+    searches; every size must be at most `capacity`.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted
+    for item in sorted(items, key=lambda item: (-sizes[item], item)):
+        at = bisect_left(rooms, (sizes[item], -1))
+        if at < len(rooms):
+            room, target = rooms.pop(at)
+        else:
+            room, target = capacity, len(bins)
+            bins.append([])
+        bins[target].append(item)
+        insort(rooms, (room - sizes[item], target))
+    return bins
+
+
+def _emptiest(bins: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """Index of the bin with the least in it; the oldest on a tie."""
+    return min(range(len(bins)), key=lambda index: sum(sizes[item] for item in bins[index]))
