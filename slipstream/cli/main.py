@@ -1,0 +1,55 @@
+"""`slipstream …`: one module per command, imported only when it is asked for, and never torch."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from slipstream import __version__
+from slipstream.entrypoint import run_main
+
+PROGRAM = "slipstream"
+
+COMMANDS = {
+    "demo": "train a drafter for a small real model on this machine, in minutes",
+    "doctor": "what this machine has, what is missing, and what will run where",
+    "eval": "decode prompts with a trained drafter: accepted length, speed, losslessness",
+    "recipe": "print a run definition, resolved, with where each value came from",
+    "version": "print versions",
+}
+"""Every command with its line in `slipstream --help`; the module of the same name in `commands` does the work.
+
+Such a module has `add_parser(subparsers)`, which registers the command under its name, and `run(args) -> int`.
+"""
+
+
+def main() -> int:
+    """The console script."""
+    return run_main(PROGRAM, lambda: run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse, run the command and return its exit status.
+
+    Raises:
+        SlipstreamError: whatever the command refuses.
+        SystemExit: usage errors (2) and --help (0).
+    """
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Train the drafters that make large language models decode several times faster."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name == chosen:
+            importlib.import_module(f"slipstream.cli.commands.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    parsed = parser.parse_args(arguments)
+    status: int = importlib.import_module(f"slipstream.cli.commands.{parsed.command}").run(parsed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
