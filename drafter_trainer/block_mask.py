@@ -157,13 +157,20 @@ class FlexAttention:
         mask = self.sliding if sliding else self.full
         assert mask is not None
         query_length, key_length = mask.seq_lengths
-        num_queries = query.shape[1]
-        query = functional.pad(query, (0, 0, 0, query_length - num_queries))
-        key = functional.pad(key, (0, 0, 0, key_length - key.shape[1]))
-        value = functional.pad(value, (0, 0, 0, key_length - value.shape[1]))
-        output = flex_attention(query[None], key[None], value[None], block_mask=mask, enable_gqa=True)
+        output = flex_attention(
+            _padded(query, query_length),
+            _padded(key, key_length),
+            _padded(value, key_length),
+            block_mask=mask,
+            enable_gqa=True,
+        )
         assert isinstance(output, Tensor)
-        return output[0, :, :num_queries]
+        return output[0, :, : query.shape[1]]
+
+
+def _padded(heads: Tensor, length: int) -> Tensor:
+    """[H, S, d] → [1, H, length, d], zeros at the end; no copy where nothing is missing."""
+    return functional.pad(heads[None], (0, 0, 0, length - heads.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _softmax_statistics(
 
 
 def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> Tensor:
-    """values[r, columns[r]] -= amounts[r]. Compiled, a comparison fuses where a scatter would write [R, V] once more."""
+    """values[r, columns[r]] -= amounts[r]. Compiled, a comparison fuses where a scatter writes [R, V] once more."""
     if torch.compiler.is_compiling():
         at_column = torch.arange(values.shape[1], device=values.device) == columns[:, None]
         return values - torch.where(at_column, amounts[:, None], 0.0)
@@ -222,10 +222,10 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient = torch.zeros_like(blocks)
         numerator = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(counted)
-        for start, fresh in _chunks(len(labels), config.blocks_per_chunk):
-            part = slice(start, start + min(config.blocks_per_chunk, len(labels)))
+        for start, done, end in _chunks(len(labels), config.blocks_per_chunk):
+            part = slice(start, end)
             new = counted[part].clone()
-            new[:fresh] = False
+            new[:done] = False
             chunk = ChunkInput(blocks[part, 1:], labels[part], new, weights[part] * new)
             result = chunk_loss(chunk, head_weight, config)
             numerator += result.numerator
@@ -241,10 +241,9 @@ class _ChunkedLoss(torch.autograd.Function):
         return (gradient * by_numerator).to(gradient.dtype), None, None, None, None, None, None
 
 
-def _chunks(num_blocks: int, blocks_per_chunk: int) -> list[tuple[int, int]]:
-    """(first block, blocks already done) of every chunk; all chunks are equally long, so the last may overlap."""
-    starts = []
-    for begin in range(0, num_blocks, blocks_per_chunk):
-        start = max(0, min(begin, num_blocks - blocks_per_chunk))
-        starts.append((start, begin - start))
-    return starts
+def _chunks(num_blocks: int, most_blocks: int) -> list[tuple[int, int, int]]:
+    """(start, blocks already done, end) of every chunk; all are equally long, so the last may overlap its neighbour."""
+    num_chunks = -(-num_blocks // most_blocks)
+    length = -(-num_blocks // num_chunks)
+    begins = range(0, num_blocks, length)
+    return [(start := min(begin, num_blocks - length), begin - start, start + length) for begin in begins]

@@ -1,0 +1,270 @@
+"""What keeps flex_attention compiled: checks, a tripwire on its dense kernels, own compiled functions, a freeze.
+
+A compiled call can go dense in silence (another thread traces, a recompile limit is hit, compilation is disabled) and
+then asks for the scores of every head at once. Here that is an error with the shapes, on the spot.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+import os
+import platform
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
+import torch._dynamo.callback
+import torch._dynamo.config
+import torch._functorch.config
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._higher_order_ops.flex_attention import flex_attention as flex_forward_op
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_op
+from torch.nn.attention.flex_attention import flex_attention
+
+from drafter_trainer.anchors import Anchors
+from drafter_trainer.block_mask import AttentionLayout, build_block_attention
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OLDEST_TORCH = (2, 11)
+_FORBIDDEN_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
+_REQUIRED_DYNAMO_CONFIG = {"suppress_errors": False, "disable": False, "error_on_nested_fx_trace": True}
+_SELF_TEST_HEADS, _SELF_TEST_HEAD_DIM, _SELF_TEST_CONTEXT, _SELF_TEST_BLOCK = 2, 64, 256, 16
+
+
+@dataclass(frozen=True)
+class CompilerGuards:
+    """What this torch offers against silent dense attention."""
+
+    torch_version: str
+    own_recompile_limit: bool
+    isolated_recompiles: bool
+    thread_safe_tracing: bool
+    early_backward: bool
+
+    def in_words(self) -> str:
+        """One line for the log at start."""
+        limit = "per function" if self.own_recompile_limit else "global, raised to the declared graphs"
+        return (
+            f"torch {self.torch_version}: recompile limit {limit}; "
+            f"recompiles {'isolated' if self.isolated_recompiles else 'shared between functions of one code object'}; "
+            f"traces in other threads {'do not matter' if self.thread_safe_tracing else 'would break compiled calls'}; "
+            f"backward compiled {'with the forward' if self.early_backward else 'at the first backward'}"
+        )
+
+
+def check_environment(device: torch.device) -> CompilerGuards:
+    """Refuse what would let compiled attention go dense; say which guards this torch has.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, torch is too old, compilation is disabled or made lenient by
+            environment or configuration, or this process sees another number of GPUs than one.
+    """
+    if _torch_release() < OLDEST_TORCH:
+        raise _unsupported(f"torch is {torch.__version__}, at least 2.11 is needed", "Install a newer torch.")
+    for variable in _FORBIDDEN_VARIABLES:
+        if os.environ.get(variable, "") not in ("", "0"):
+            raise _unsupported(
+                f"{variable}={os.environ[variable]} is set; attention would run dense without an error",
+                f"Unset {variable}.",
+            )
+    for name, expected in _REQUIRED_DYNAMO_CONFIG.items():
+        found = getattr(torch._dynamo.config, name, expected)
+        if found != expected:
+            raise _unsupported(
+                f"torch._dynamo.config.{name} is {found}, it must be {expected}",
+                "Remove what changes it: an environment variable or an import that configures torch.",
+            )
+    if device.type == "cuda" and torch.cuda.device_count() != 1:
+        raise _unsupported(
+            f"this process sees {torch.cuda.device_count()} GPUs, a trainer must see exactly one",
+            "Set CUDA_VISIBLE_DEVICES to one device.",
+        )
+    parameters = inspect.signature(torch.compile).parameters
+    return CompilerGuards(
+        torch_version=str(torch.__version__),
+        own_recompile_limit="recompile_limit" in parameters,
+        isolated_recompiles="isolate_recompiles" in parameters,
+        thread_safe_tracing=_torch_release() >= (2, 14),
+        early_backward=hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"),
+    )
+
+
+def install_tripwire() -> None:
+    """Replace the dense kernels of both flex operators by one that raises; compiled calls never reach them.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, this torch keeps its dense kernels elsewhere.
+    """
+    for operator, phase in ((flex_forward_op, "forward"), (flex_backward_op, "backward")):
+        kernels = getattr(operator, "py_kernels", {})
+        if DispatchKey.CompositeExplicitAutograd not in kernels:
+            raise _unsupported(
+                f"torch {torch.__version__} registers the dense {phase} of flex_attention in an unknown place",
+                "Use a torch version that Slipstream was tested with.",
+            )
+        kernels[DispatchKey.CompositeExplicitAutograd] = functools.partial(_refuse_dense, phase)
+        operator._dispatch_cache.clear()
+
+
+def _refuse_dense(phase: str, query: Tensor, key: Tensor, *_rest: Any, **_options: Any) -> NoReturn:
+    batch, heads, queries, _ = query.shape
+    dense_bytes = 4 * batch * heads * queries * key.shape[2]
+    raise SlipstreamError(
+        f"flex_attention ran uncompiled ({phase}): query {tuple(query.shape)}, key {tuple(key.shape)}, {query.dtype} "
+        f"on {query.device}; dense scores would take {dense_bytes / 2**30:.2f} GiB",
+        reason=Reason.DENSE_ATTENTION,
+        remedy="Report this with the log: a compiled graph was not used. The run can resume from its checkpoint.",
+    )
+
+
+def self_test(device: torch.device) -> None:
+    """Show that an uncompiled call raises and that a compiled one runs: forward and backward, on CPU forward only.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, one of the two is not so.
+    """
+    generator = torch.Generator().manual_seed(0)
+    anchors = Anchors(torch.tensor([3, 200, 0]), torch.tensor([True, True, False])).to(device)
+    positions = torch.arange(_SELF_TEST_CONTEXT, device=device)
+    queries = len(anchors.valid) * _SELF_TEST_BLOCK
+    attention = build_block_attention(AttentionLayout("flex", _SELF_TEST_BLOCK), anchors, positions)
+    lengths = (queries, _SELF_TEST_CONTEXT + queries, _SELF_TEST_CONTEXT + queries)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = [
+        torch.randn(_SELF_TEST_HEADS, length, _SELF_TEST_HEAD_DIM, generator=generator).to(device, dtype)
+        for length in lengths
+    ]
+    try:
+        flex_attention(inputs[0][None], inputs[1][None], inputs[2][None])
+    except SlipstreamError as error:
+        if error.reason is not Reason.DENSE_ATTENTION:
+            raise
+    else:
+        raise _unsupported("an uncompiled flex_attention call ran: the tripwire does not hold", "Report this.")
+    compiled = compile_owned(functools.partial(attention, sliding=False), name="self_test", graphs=1)
+    with torch.set_grad_enabled(device.type == "cuda"):
+        inputs = [tensor.requires_grad_(torch.is_grad_enabled()) for tensor in inputs]
+        output = compiled(*inputs)
+        results = [output, *(torch.autograd.grad(output.sum(), inputs) if output.requires_grad else ())]
+    if not all(torch.isfinite(result).all() for result in results):
+        raise _unsupported("compiled flex_attention gave values that are not finite", "Report this with the log.")
+
+
+def configure_compiler(declared_graphs: int) -> None:
+    """Set what torch keeps per thread; call it in the one thread that compiles, before anything is compiled.
+
+    Args:
+        declared_graphs: graphs the process means to compile in all; the global recompile limit becomes at least this
+            where functions cannot have their own.
+    """
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        # A backward compiled at the first .backward() would escape a warm-up without one.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, declared_graphs)
+
+
+def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callable[P, R]:
+    """Compile a function so that it shares no cache and no limit with any other: whole graph, static shapes.
+
+    Args:
+        function: anything callable; it is traced inside a wrapper with a code object of its own.
+        name: of that code object, as it appears in torch's logs.
+        graphs: how many variants (train and eval, buckets) are expected.
+
+    Returns:
+        A callable for the calling thread only.
+    """
+
+    def owned(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    code = owned.__code__.replace(co_name=f"slipstream_{name}")
+    own_code = types.FunctionType(code, owned.__globals__, name, owned.__defaults__, owned.__closure__)
+    wanted: dict[str, Any] = {"recompile_limit": graphs, "isolate_recompiles": True}
+    offered = inspect.signature(torch.compile).parameters
+    options = {key: value for key, value in wanted.items() if key in offered}
+    compiled = torch.compile(own_code, fullgraph=True, dynamic=False, **options)
+    owner = threading.get_ident()
+
+    @functools.wraps(own_code)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        assert threading.get_ident() == owner, f"{name} was compiled by another thread than the one that calls it"
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+class CompilationFreeze:
+    """After the warm-up: compiling anything is an error. Also sees a backward that is compiled late."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def freeze(self) -> int:
+        """Forbid compilation in this process. Returns the number of graphs compiled so far."""
+        self.num_graphs = compiled_graphs()
+        torch.compiler.set_stance("fail_on_recompile")
+        torch._dynamo.callback.callback_handler.register_start_callback(self._refuse)
+        return self.num_graphs
+
+    def thaw(self) -> None:
+        """Allow compilation again."""
+        torch._dynamo.callback.callback_handler.remove_start_callback(self._refuse)
+        torch.compiler.set_stance("default")
+
+    def _refuse(self, arguments: Any) -> NoReturn:
+        raise SlipstreamError(
+            f"torch began to compile ({arguments}) after the warm-up had compiled {self.num_graphs} graphs",
+            reason=Reason.PACK_OUTSIDE_BUCKETS,
+            remedy="A shape, dtype or grad mode was not part of the warm-up; report this with the log.",
+        )
+
+
+def compiled_graphs() -> int:
+    """Graphs that Dynamo has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def describe_failure(error: BaseException, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    """What a report of a failed compiled call must hold; torch puts the guard's reason into the error's text.
+
+    Args:
+        error: what was raised.
+        shapes: of the pack at hand, by tensor name.
+    """
+    report = {
+        "error": f"{type(error).__name__}: {error}",
+        "shapes": ", ".join(f"{name} {shape}" for name, shape in shapes.items()),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "graphs": str(compiled_graphs()),
+    }
+    if torch.cuda.is_available():
+        driver = Path("/proc/driver/nvidia/version")
+        report |= {
+            "triton": importlib.metadata.version("triton"),
+            "cuda": str(torch.version.cuda),
+            "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
+            "gpu": torch.cuda.get_device_name(),
+            "memory": torch.cuda.memory_summary(abbreviated=True),
+        }
+    return report
+
+
+def _torch_release() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _unsupported(message: str, remedy: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.ENVIRONMENT_UNSUPPORTED, remedy=remedy)
