@@ -51,23 +51,28 @@ def load_documents(
 
     `data_roots`: directories that files must lie in (symbolic links followed); None allows every path.
     Raises SlipstreamError: PATH_NOT_ALLOWED; DATA_INVALID for a file that is missing, unreadable or yields no
-    usable conversation, or an empty split; SPEC_INVALID for documents longer than a pack; MODEL_INVALID for a
-    tokenizer without offsets or chat template, or one whose masks do not decode to the answers.
+    usable conversation, or an empty split; MODEL_INVALID for a tokenizer without offsets or chat template, or one
+    whose masks do not decode to the answers.
     """
     paths = [_allowed_path(name, data_roots) for name in data.files]
-    encoder = ChatEncoder(tokenizer, _max_document_tokens(data))
+    encoder = ChatEncoder(tokenizer, data.max_document_tokens or data.pack_tokens)
     report = ReportBuilder()
     loader = _Loader(encoder, data, split, report)
+    states = [_file_state(path) for path in paths]
+    content_hash = _content_hash(paths, data.format)
     documents = DocumentTable.of(document for path in paths for document in loader.documents_of(path))
     result = report.build(split)
     if len(documents) == 0:
         raise _empty_split(data, split)
     loader.refuse_wrong_masks()
+    for path, state in zip(paths, states, strict=True):
+        if _file_state(path) != state:
+            raise _unreadable(path, "it changed while it was read", "Start again once nothing writes to the file.")
     log_event(
         _logger, "info", "documents_loaded", split=split, documents=len(documents), tokens=result.tokens,
         supervised=result.supervised_tokens, dropped=result.num_dropped,
     )  # fmt: skip
-    return Dataset(documents, _content_hash(paths, data.format), result)
+    return Dataset(documents, content_hash, result)
 
 
 def is_heldout(conversation_id: str, fraction: float) -> bool:
@@ -98,11 +103,7 @@ class _Loader:
                 self._verify_sample(conversation)
                 yield from documents
         except OSError as error:
-            raise SlipstreamError(
-                f"{path} cannot be read: {error.strerror or error}.",
-                reason=Reason.DATA_INVALID,
-                remedy="Check that the file exists and that the target server may read it.",
-            ) from error
+            raise _unreadable(path, str(error.strerror or error)) from error
         if report.used + report.other_split == kept_before:
             raise self._useless_file(path, report.read - read_before)
 
@@ -157,18 +158,6 @@ class _Loader:
         )
 
 
-def _max_document_tokens(data: DataSpec) -> int:
-    limit = data.max_document_tokens or data.pack_tokens
-    if limit > data.pack_tokens:
-        raise SlipstreamError(
-            f"data.max_document_tokens is {limit}, but a pack holds {data.pack_tokens} tokens "
-            "and documents are never split.",
-            reason=Reason.SPEC_INVALID,
-            remedy="Lower data.max_document_tokens or raise data.pack_tokens.",
-        )
-    return limit
-
-
 def _allowed_path(name: str, data_roots: Sequence[Path] | None) -> Path:
     """The real path of a file. Refuses before looking whether it exists, so that nobody can probe for files."""
     path = Path(name).expanduser().resolve()
@@ -198,9 +187,24 @@ def _empty_split(data: DataSpec, split: Split) -> SlipstreamError:
     )
 
 
+def _unreadable(
+    path: Path, why: str, remedy: str = "Check that the target server may read the file."
+) -> SlipstreamError:
+    return SlipstreamError(f"{path} cannot be read: {why}.", reason=Reason.DATA_INVALID, remedy=remedy)
+
+
+def _file_state(path: Path) -> tuple[int, int]:
+    """Size in bytes and time of the last change in ns."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def _content_hash(paths: Sequence[Path], line_format: LineFormat) -> str:
     total = hashlib.sha256(f"slipstream.dataset.v1:{line_format}".encode())
     for path in paths:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
+        try:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise _unreadable(path, str(error.strerror or error)) from error
     return total.hexdigest()

@@ -145,7 +145,7 @@ json_values = st.recursive(
 records = st.dictionaries(st.sampled_from(["id", "messages", "conversations", "finished"]), json_values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lines=st.lists(st.binary(max_size=30) | records.map(lambda record: json.dumps(record).encode()), max_size=8))
 def test_no_input_aborts_and_every_line_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]

@@ -38,7 +38,7 @@ packings = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(spec=packings)
 def test_every_document_lies_whole_in_exactly_one_pack_of_an_epoch(spec: dict) -> None:
     documents = table(spec["lengths"])
@@ -67,7 +67,7 @@ def check_layout(pack: Pack, documents: DocumentTable) -> None:
     assert [column.dtype for column in columns] == [np.int32, np.uint8, np.int32, np.int32]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(spec=packings, order=st.randoms(use_true_random=False))
 def test_a_pack_depends_on_nothing_but_spec_and_number(spec: dict, order) -> None:
     documents = table(spec["lengths"])
