@@ -1,0 +1,125 @@
+"""The frozen target of a server: loaded once, identified by its fingerprint, run over packs."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_loading import LoadedTarget, load_causal_lm
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.target_config import TargetConfig
+from target_server.fingerprint import fingerprint_target
+from target_server.forward import PackedForward
+from target_server.target_facts import read_frozen_weights, read_target_facts
+
+_logger = logging.getLogger(__name__)
+
+
+class TargetModel:
+    """A causal language model that gives hidden states of packs. `capture` belongs to one thread."""
+
+    def __init__(self, loaded: LoadedTarget, spec: TargetSpec, fingerprint: str) -> None:
+        """Use `TargetModel.load`. The loaded model's attention is exchanged: it serves packs only from here on."""
+        facts = read_target_facts(loaded.model, loaded.tokenizer)
+        self.config: TargetConfig = facts.config
+        self.fingerprint = fingerprint
+        self.tokenizer: PreTrainedTokenizerFast = loaded.tokenizer
+        self.model_id = Path(spec.model).name if Path(spec.model).expanduser().exists() else spec.model
+        self.revision: str | None = loaded.files.revision
+        self.dtype: torch.dtype = loaded.model.dtype
+        self.device: torch.device = loaded.model.device
+        self.max_document_tokens = facts.max_document_tokens
+        self._model = loaded.model
+        self._forward = PackedForward(loaded.model)
+        self.attention = self._forward.attention
+
+    @classmethod
+    def load(cls, spec: TargetSpec, *, device: str) -> "TargetModel":
+        """Load, fingerprint and check the target on `device` (`cpu`, `cuda` or `cuda:N`).
+
+        Raises:
+            SlipstreamError: MODEL_INVALID, ENVIRONMENT_UNSUPPORTED or OUT_OF_MEMORY, with what to do about it.
+        """
+        start = time.monotonic()
+        loaded = load_causal_lm(spec, device)
+        # The files were just read, so hashing them costs no disk.
+        fingerprint = fingerprint_target(loaded.files, spec.dtype)
+        target = cls(loaded, spec, fingerprint)
+        log_event(
+            _logger,
+            "info",
+            "target_loaded",
+            model=target.model_id,
+            architecture=target.config.model_type,
+            dtype=spec.dtype,
+            device=str(target.device),
+            attention=target.attention,
+            fingerprint=fingerprint[:16],
+            seconds=time.monotonic() - start,
+        )
+        return target
+
+    def frozen_weights(self) -> dict[str, Tensor]:
+        """What drafters keep of the target, in host memory, in its dtype.
+
+        `embed_tokens.weight` `[V, D]`, `lm_head.weight` `[V, D]` (absent when tied), `norm.weight` `[D]`.
+        """
+        return read_frozen_weights(self._model, self.config)
+
+    def capture(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        document_lengths: Sequence[int],
+        layer_ids: Sequence[int],
+        last_hidden_state: bool,
+    ) -> dict[str, Tensor]:
+        """Hidden states of a pack: `hidden_states.{l}` for each layer, and `last_hidden_state` when asked.
+
+        Each is `[T, D]` in the target's dtype on its device; rows after the last document are zero. The last hidden
+        state is the output of the last decoder layer, before the final norm.
+
+        Args:
+            token_ids: `[T]`; what follows the last document is ignored.
+            document_lengths: tokens of each document, in order; their sum is at most T.
+            layer_ids: zero-based decoder layers.
+            last_hidden_state: whether the trainer wants the last hidden state too.
+
+        Raises:
+            SlipstreamError: TARGET_INCOMPATIBLE (a layer that the target does not have), DATA_INVALID (a document
+                longer than the target's positions), OUT_OF_MEMORY.
+        """
+        self.check_layers(layer_ids)
+        longest = max(document_lengths)
+        if longest > self.max_document_tokens:
+            raise SlipstreamError(
+                f"A document has {longest} tokens, but the target is only right up to {self.max_document_tokens}.",
+                reason=Reason.DATA_INVALID,
+                remedy=f"Set data.max_document_tokens to at most {self.max_document_tokens}.",
+            )
+        try:
+            return self._forward.capture(token_ids, document_lengths, layer_ids, last_hidden_state)
+        except torch.OutOfMemoryError as error:
+            raise SlipstreamError(
+                f"The target ran out of memory on {self.device} in a pack of {len(token_ids)} tokens.",
+                reason=Reason.OUT_OF_MEMORY,
+                remedy="Lower data.pack_tokens, or use a device with more memory.",
+            ) from error
+
+    def check_layers(self, layer_ids: Sequence[int]) -> None:
+        """Raise TARGET_INCOMPATIBLE for a layer that the target does not have."""
+        unknown = [layer for layer in layer_ids if not 0 <= layer < self.config.num_layers]
+        if unknown:
+            raise SlipstreamError(
+                f"Layers {unknown} of {self.model_id} were asked for; it has layers 0 to {self.config.num_layers - 1}.",
+                reason=Reason.TARGET_INCOMPATIBLE,
+                remedy="Correct drafter.target_layer_ids.",
+            )
