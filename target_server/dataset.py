@@ -36,7 +36,10 @@ class Dataset:
 
     documents: DocumentTable
     content_hash: str
-    """sha256 (hex) over the format and the bytes of every file in order. Says nothing of template, cut or split."""
+    """sha256 (hex) over the format, and name and bytes of every file in order; says nothing of template, cut or split.
+
+    The directory does not count. The file's name does: ids of lines without one come from it, and with them the split.
+    """
     report: DataReport
 
 
@@ -204,6 +207,7 @@ def _content_hash(paths: Sequence[Path], line_format: LineFormat) -> str:
     for path in paths:
         try:
             with path.open("rb") as file:
+                total.update(hashlib.sha256(path.name.encode(errors="surrogateescape")).digest())
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise _unreadable(path, str(error.strerror or error)) from error

@@ -71,7 +71,7 @@ def test_splits_are_disjoint_complete_and_by_id_alone(tmp_path: Path, tokenizers
     assert is_heldout("a-0", 0.25) == (int(first_eight_bytes, 16) / 2**64 < 0.25)
 
 
-def test_the_content_hash_covers_bytes_order_and_format(tmp_path: Path, tokenizers: dict) -> None:
+def test_the_content_hash_covers_names_bytes_order_and_format(tmp_path: Path, tokenizers: dict) -> None:
     a, b = write_talks(tmp_path / "a.jsonl", range(2)), write_talks(tmp_path / "b.jsonl", range(2))
     hashes = [
         load(a, b, tokenizers=tokenizers).content_hash,
@@ -80,6 +80,12 @@ def test_the_content_hash_covers_bytes_order_and_format(tmp_path: Path, tokenize
         load(a, b, tokenizers=tokenizers, format="openai").content_hash,
     ]
     assert load(a, b, tokenizers=tokenizers, pack_tokens=512).content_hash == hashes[0]
+    moved, renamed = tmp_path / "elsewhere" / "a.jsonl", tmp_path / "renamed.jsonl"
+    moved.parent.mkdir()
+    for path in (moved, renamed):
+        path.write_bytes(a.read_bytes())
+    assert load(moved, b, tokenizers=tokenizers).content_hash == hashes[0]
+    hashes.append(load(renamed, b, tokenizers=tokenizers).content_hash)
     a.write_text(a.read_text() + "\n")
     hashes.append(load(a, b, tokenizers=tokenizers).content_hash)
     assert len(set(hashes)) == len(hashes)
