@@ -62,7 +62,7 @@ def read_conversations(path: Path, line_format: LineFormat, report: ReportBuilde
     Raises OSError if the file cannot be opened or read.
     """
     for number, line in _lines(path, report):
-        where = f"{path.name}:{number}"
+        where = f"{_printable_name(path)}:{number}"
         report.read += 1
         try:
             yield _parse_line(line, line_format, where)
@@ -83,7 +83,12 @@ def _lines(path: Path, report: ReportBuilder) -> Iterator[tuple[int, bytes]]:
                     yield number, text
         except (EOFError, gzip.BadGzipFile, zlib.error):
             report.read += 1
-            report.drop(Finding.DAMAGED_GZIP, f"{path.name}:{number + 1}")
+            report.drop(Finding.DAMAGED_GZIP, f"{_printable_name(path)}:{number + 1}")
+
+
+def _printable_name(path: Path) -> str:
+    """The file's name; bytes that are not UTF-8 are escaped, since the name becomes part of ids and JSON."""
+    return path.name.encode(errors="backslashreplace").decode()
 
 
 def _parse_line(line: bytes, line_format: LineFormat, where: str) -> Conversation:

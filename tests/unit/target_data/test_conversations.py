@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_gzip_is_told_by_its_bytes_and_ids_default_to_file_and_line(tmp_path: Pa
     path.write_bytes(gzip.compress(b"\n".join(json.dumps(GOOD).encode() for _ in range(3))))
     conversations, _ = read(path)
     assert [conversation.id for conversation in conversations] == ["data.bin:1", "data.bin:2", "data.bin:3"]
+
+
+def test_a_file_name_that_is_not_utf8_gives_printable_ids(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_text(json.dumps(GOOD) + "\noops\n")
+    (conversation,), report = read(path)
+    assert conversation.id == "caf\\udce9.jsonl:1"
+    assert "caf\\\\udce9.jsonl:2" in report.build("train").model_dump_json()
 
 
 def test_text_parts_are_joined_and_turns_after_the_last_answer_left_out(tmp_path: Path) -> None:
