@@ -67,10 +67,10 @@ class ManagedProcess:
                     if match := expression.search(line):
                         return match
                 seen = len(self.lines)
-                if self._ended or not self._changed.wait_for(
-                    lambda: self._ended or len(self.lines) > seen, deadline - time.monotonic()
-                ):
+                remaining = deadline - time.monotonic()
+                if self._ended or remaining <= 0:
                     break
+                self._changed.wait(remaining)
         why = "the process ended" if self._ended else f"{timeout:.0f} s went by"
         raise AssertionError(f"{why} without a line like {expression.pattern!r}; {self._story()}")
 

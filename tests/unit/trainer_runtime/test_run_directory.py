@@ -1,0 +1,81 @@
+"""Who owns a run directory."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from drafter_trainer.run_directory import RunDirectory
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+
+def test_only_the_newest_claim_may_write(tmp_path: Path) -> None:
+    older, newer = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    older.claim(1, "trainers/a")
+    with older.owned(1):
+        assert older.newest_incarnation() == 1
+    newer.claim(2, "trainers/b")
+    with pytest.raises(SlipstreamError) as refused, older.owned(1):
+        pytest.fail("the older incarnation was let in")
+    assert refused.value.reason is Reason.INCARNATION_STALE
+    assert refused.value.exit_code == 7
+    with newer.owned(2):
+        assert newer.newest_incarnation() == 2
+
+
+def test_a_claim_must_be_newer_than_what_is_there(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.claim(5, "trainers/a")
+    for incarnation in (4, 5):
+        with pytest.raises(SlipstreamError) as refused:
+            run.claim(incarnation, "trainers/b")
+        assert refused.value.reason is Reason.INCARNATION_STALE
+    assert run.newest_incarnation() == 5
+
+
+def test_a_claim_waits_for_a_write_in_progress(tmp_path: Path) -> None:
+    older, newer = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    older.claim(1, "trainers/a")
+    claimed = threading.Event()
+
+    def take_over() -> None:
+        newer.claim(2, "trainers/b")
+        claimed.set()
+
+    thread = threading.Thread(target=take_over)
+    with older.owned(1):
+        thread.start()
+        assert not claimed.wait(0.2), "the claim did not wait for the writer"
+        assert older.newest_incarnation() == 1
+    assert claimed.wait(5.0)
+    thread.join()
+    assert older.newest_incarnation() == 2
+
+
+def test_a_used_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.require_unused()
+    run.claim(1, "trainers/a")
+    run.require_unused()
+    run.metrics.write_text("{}\n")
+    with pytest.raises(SlipstreamError) as refused:
+        run.require_unused()
+    assert refused.value.reason is Reason.SPEC_INVALID
+    for way_out in ("--resume", "--run-dir", "--set name", "delete"):
+        assert way_out in refused.value.remedy
+
+
+def test_a_damaged_owner_file_is_no_traceback(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    (tmp_path / "owner.json").write_text("{")
+    with pytest.raises(SlipstreamError) as refused:
+        run.claim(1, "trainers/a")
+    assert refused.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_every_start_has_a_log_of_its_own(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = run.new_log_path()
+    first.touch()
+    assert (first.name, run.new_log_path().name) == ("attempt-0001.log", "attempt-0002.log")
