@@ -1,0 +1,96 @@
+"""⑬ What every step measured, one JSON object a line in metrics.jsonl.
+
+A resumed run trains the steps after its checkpoint again and writes them again: the last record of a step counts.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from drafter_trainer.run_directory import disk_errors_in_words
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int
+    """Zero-based."""
+    loss: float | None
+    """Weighted mean over the counted slots of the step; null when it is not finite."""
+    loss_hex: str
+    """The same float32, exactly (float.hex): equal strings mean bit-equal losses."""
+    applied: bool
+    """False: loss or gradient was not finite, the weights are unchanged."""
+    slot_accuracy: tuple[float, ...]
+    """Share of right tokens among the counted ones, slots 1 … B-1."""
+    mean_matched_prefix: float
+    """Leading right tokens per block, the bonus token that decoding adds not included."""
+    mean_matched_prefix_with_bonus: float
+    tokens: int
+    """Pack slots trained since step 0, padding included."""
+    learning_rate: float
+    gradient_norm: float | None
+    """Global, before clipping; null when it is not finite."""
+    seconds: float
+    """From the end of the step before to the end of this one."""
+    data_wait_seconds: float
+    """The part of `seconds` in which no step could be started for want of packs."""
+    tokens_per_second: float
+    eta_seconds: float | None
+    """To the end of the run; null while too little has been measured."""
+    incarnation: int
+    sequence_numbers: tuple[int, ...]
+    """The packs of the step."""
+    time: str
+    """UTC, ISO 8601."""
+
+
+class MetricsFile:
+    """Appends records; a line torn by a crash is cut off when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with disk_errors_in_words(path):
+            # Unbuffered: nothing is left to be written, and to fail again, when the file is closed.
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(_whole_lines(path))
+
+    def append(self, record: StepRecord) -> None:
+        """Hand one line to the operating system: it survives the death of this process.
+
+        Raises:
+            SlipstreamError: DISK_FULL.
+        """
+        line = memoryview(json.dumps(asdict(record), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        with disk_errors_in_words(self._path):
+            while line:
+                line = line[self._file.write(line) :]
+
+    def sync(self) -> None:
+        """Bring all records to the disk, so that the steps of a checkpoint are there when the checkpoint is.
+
+        Raises:
+            SlipstreamError: DISK_FULL.
+        """
+        with disk_errors_in_words(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+
+def read_last_records(path: Path) -> dict[int, dict[str, object]]:
+    """The last record of every step, by step; a torn last line is left out."""
+    records: dict[int, dict[str, object]] = {}
+    for line in path.read_bytes()[: _whole_lines(path)].splitlines():
+        record = json.loads(line)
+        records[record["step"]] = record
+    return records
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to and including the last line break."""
+    return path.read_bytes().rfind(b"\n") + 1

@@ -1,0 +1,85 @@
+"""What a person sees on stderr while a run trains: how far, how good, how fast, how long yet."""
+
+import sys
+import time
+from typing import TextIO
+
+from drafter_trainer.metrics import StepRecord
+
+# The first steps of a process are slower (caches, allocator, prefetch still empty) and would spoil the estimate.
+_STEPS_NOT_MEASURED = 10
+
+
+class Pace:
+    """Mean seconds a step of this process takes, its first ten steps left out; from that, the time to the end."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._seen = 0
+        self._seconds = 0.0
+
+    def eta_seconds(self, step: int, seconds: float) -> float | None:
+        """Count `step` (zero-based, just done in `seconds`) and estimate the rest; None while nothing is measured."""
+        self._seen += 1
+        measured = self._seen - _STEPS_NOT_MEASURED
+        if measured <= 0:
+            return None
+        self._seconds += seconds
+        return self._seconds / measured * (self._total_steps - step - 1)
+
+
+class Progress:
+    """One line, rewritten in place on a terminal; elsewhere a plain line every `log_every` seconds and at the end."""
+
+    def __init__(self, total_steps: int, *, log_every: float, stream: TextIO = sys.stderr) -> None:
+        self._total_steps = total_steps
+        self._log_every = log_every
+        self._stream = stream
+        self._in_place = stream.isatty()
+        self._line_is_open = False
+        self._last_shown = float("-inf")
+        self._tokens = 0.0
+        self._wait_seconds = 0.0
+        self._seconds = 0.0
+
+    def show(self, record: StepRecord) -> None:
+        """Count the step; print when it is time, or when it is the last one."""
+        self._seconds += record.seconds
+        self._wait_seconds += record.data_wait_seconds
+        self._tokens += record.tokens_per_second * record.seconds
+        now = time.monotonic()
+        is_last = record.step + 1 == self._total_steps
+        if not is_last and now - self._last_shown < (0.2 if self._in_place else self._log_every):
+            return
+        line = self._line(record)
+        self._stream.write(f"\r\x1b[2K{line}" if self._in_place else f"{line}\n")
+        self._line_is_open = self._in_place
+        self._stream.flush()
+        self._last_shown = now
+        self._seconds = self._wait_seconds = self._tokens = 0.0
+
+    def end(self) -> None:
+        """Leave the line that is rewritten, so that the next message starts on its own."""
+        if self._line_is_open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._line_is_open = False
+
+    def _line(self, record: StepRecord) -> str:
+        done = record.step + 1
+        loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+        seconds = max(self._seconds, 1e-9)
+        return (
+            f"step {done}/{self._total_steps} ({done / self._total_steps:.0%})  loss {loss}  "
+            f"accepted prefix {record.mean_matched_prefix:.2f}  "
+            f"{self._tokens / seconds:,.0f} tok/s  data wait {self._wait_seconds / seconds:.0%}  "
+            f"ETA {_duration(record.eta_seconds)}"
+        )
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "…"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
