@@ -192,6 +192,7 @@ class LeaseBook:
         lease = Lease(
             token=token,
             subscription=record.name,
+            stream=record.stream,
             sequence_number=sequence_number,
             step=subscription.step_of(sequence_number),
             attempt=subscription.attempts.get(sequence_number, 0) + 1,

@@ -61,8 +61,8 @@ class LeaseLedger:
     def __init__(self, book: LeaseBook) -> None:
         self._book = book
 
-    def serves(self, name: str) -> SubscriptionTerms | None:
-        """None when the subscription's stream is on a shelf, else the terms to open it again with.
+    def terms_without_shelf(self, name: str) -> SubscriptionTerms | None:
+        """The terms to open the subscription's stream with; None when it is on a shelf.
 
         Raises:
             SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
@@ -240,6 +240,12 @@ class LeaseLedger:
                 )
             book.touch(book.subscriptions[lease.subscription])
             return lease
+
+    def holds(self, token: bytes) -> bool:
+        """True while the lease counts: its slot is not rewritten meanwhile."""
+        with self._book.lock:
+            self._book.expire()
+            return token in self._book.leases
 
     def confirm(self, token: bytes, slot_generation: int) -> bool:
         """The pack was copied; false when what was copied is not what was leased. Then it is delivered again.

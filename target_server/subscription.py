@@ -76,6 +76,7 @@ class Lease:
 
     token: bytes
     subscription: str
+    stream: str
     sequence_number: int
     step: int
     attempt: int

@@ -1,11 +1,11 @@
-"""A lease ledger with a clock that stands still and an engine that runs when told: every interleaving is a plain call."""
+"""A lease ledger with a clock that stands still and an engine that runs when told: interleavings are plain calls."""
 
 import json
 from pathlib import Path
 
-from target_server.ledger_store import LedgerStore
 from target_server.lease_book import LeaseBook, Limits
 from target_server.lease_ledger import Ask, Grant, LeaseLedger, SeekTo
+from target_server.ledger_store import LedgerStore
 from target_server.shelf import PackFacts, Shelf
 from target_server.stream_control import StreamControl
 from target_server.subscription import Start, SubscriptionTerms

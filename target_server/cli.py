@@ -1,0 +1,217 @@
+"""`target-server serve`: flags become settings; torch is imported only once they are right."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from slipstream import __version__
+from slipstream.entrypoint import run_main
+from slipstream.errors import SlipstreamError
+from slipstream.listen import ListenAddress, read_token
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.overrides import apply_overrides, parse_override
+from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import DataSpec, TargetSpec
+from slipstream.telemetry.logs import configure_logging
+
+PROGRAM = "target-server"
+DEFAULT_SHELF_BYTES = 4 * 2**30
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def main() -> int:
+    """The console script."""
+    return run_main(PROGRAM, lambda: run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse and serve; returns the exit status.
+
+    Raises:
+        SlipstreamError: whatever is refused, and whatever ended the engine.
+        SystemExit: usage errors (2) and --help (0).
+    """
+    args = _parser().parse_args(arguments)
+    configure_logging(PROGRAM, level=args.log_level, json=args.log_json)
+    target, data = read_target(args.recipe, args.model, args.set)
+    listen = ListenAddress.parse(args.listen)
+    token = read_token(args.token_file)
+    listen.require_token(token)
+    return _serve(args, target, listen, token, data_roots(args.data_root, data, listen))
+
+
+def read_target(recipe: Path | None, model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec | None]:
+    """The target to serve, from a recipe or from flags alone; and the recipe's data.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    if recipe is not None:
+        spec = load_recipe(recipe, overrides).spec
+        # Unlike in a recipe, a relative path in a flag starts at the working directory.
+        target = spec.target if model is None else spec.target.model_copy(update={"model": model})
+        return target, spec.data
+    if model is None:
+        raise SlipstreamError(
+            "There is neither a recipe nor a model to serve.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give a recipe, or --model with a directory, a hub name or a .gguf file.",
+        )
+    table: dict[str, Any] = {"target": {"model": model}}
+    apply_overrides(table, [parse_override(override) for override in overrides])
+    if len(table) > 1:
+        raise SlipstreamError(
+            f"Without a recipe only [target] can be overridden, not {', '.join(sorted(table.keys() - {'target'}))}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give the recipe, or leave out the override: trainers bring their own data and training settings.",
+        )
+    try:
+        return TargetSpec.model_validate_json(json.dumps(table["target"]), strict=True), None
+    except ValidationError as error:
+        problems = [
+            describe_problem({**each, "loc": ("target", *each["loc"])}, {}) for each in error.errors(include_url=False)
+        ]
+    raise SlipstreamError("; ".join(problems) + ".", reason=Reason.SPEC_INVALID, remedy="Correct the --set flags.")
+
+
+def data_roots(given: Sequence[Path] | None, data: DataSpec | None, listen: ListenAddress) -> tuple[Path, ...] | None:
+    """Directories that trainers may name files in; None allows all.
+
+    Only processes of this machine may name any file. Others are held to --data-root, or else to the recipe's files.
+    """
+    if given:
+        return tuple(given)
+    if listen.is_loopback:
+        return None
+    return tuple(sorted({Path(file).parent for file in data.files})) if data is not None else ()
+
+
+def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:
+    """The shelf's budget: as given, else 4 GiB, at most half of what is free in shared memory."""
+    if given is not None:
+        return given
+    if shm_dir is None:
+        return DEFAULT_SHELF_BYTES
+    return min(DEFAULT_SHELF_BYTES, shutil.disk_usage(shm_dir).free // 2)
+
+
+def parse_size(text: str) -> int:
+    """Bytes, plain or with a unit: `1073741824`, `512MiB`, `1.5 GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)", text.strip())
+    size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 512MiB, or 4GiB")
+    return size
+
+
+def _serve(
+    args: argparse.Namespace,
+    target: TargetSpec,
+    listen: ListenAddress,
+    token: str | None,
+    roots: tuple[Path, ...] | None,
+) -> int:
+    import torch
+
+    from slipstream.wire.arena import shared_memory_directory
+    from target_server.lease_book import Limits
+    from target_server.server import ServerSettings, TargetServer, leave
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
+    settings = ServerSettings(
+        target=target,
+        listen=listen,
+        ledger=args.ledger,
+        device=_device(args.device, torch.cuda.is_available()),
+        shelf_bytes=choose_shelf_bytes(args.shelf_bytes, shm_dir),
+        shm_dir=shm_dir,
+        data_roots=roots,
+        token=token,
+        port_file=args.port_file,
+        limits=Limits(subscription_timeout=args.subscription_timeout),
+        drain_seconds=args.drain_seconds,
+        probe_bytes=args.probe_bytes,
+    )
+    server = TargetServer(settings)
+    status = server.run()
+    return leave(server, status)
+
+
+def _device(requested: Literal["auto", "cpu", "cuda"], cuda_available: bool) -> str:
+    if requested == "auto":
+        return "cuda" if cuda_available else "cpu"
+    return requested
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Computes hidden states of a frozen language model and serves them to trainers."
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser("serve", help="load a target and serve it")
+    serve.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE", help="recipe (.toml) whose target is served")
+    serve.add_argument("--model", help="directory, hub name or .gguf file; instead of the recipe's")
+    serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's setting")
+    serve.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    serve.add_argument("--threads", type=_positive(int), metavar="N", help="CPU threads of the forward")
+    serve.add_argument(
+        "--shelf-bytes", type=parse_size, metavar="SIZE", help="memory for packs, e.g. 8GiB; default: up to 4GiB"
+    )
+    serve.add_argument(
+        "--ledger", type=Path, default=Path("target-server-ledger.sqlite"), metavar="FILE", help="default: %(default)s"
+    )
+    serve.add_argument(
+        "--data-root",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="trainers may name files in here only; repeatable",
+    )
+    memory = serve.add_mutually_exclusive_group()
+    memory.add_argument("--shm-dir", type=Path, metavar="DIR", help="shared memory; default: /dev/shm")
+    memory.add_argument("--no-shm", action="store_true", help="serve over gRPC only")
+    serve.add_argument("--port-file", type=Path, metavar="FILE", help="receives HOST:PORT once the server listens")
+    serve.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token; else $SLIPSTREAM_TOKEN")
+    _add_rarely_used(serve)
+    return parser
+
+
+def _add_rarely_used(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--subscription-timeout", type=_positive(float), default=30.0, metavar="SECONDS",
+        help="a run that is silent for so long pins no packs; default: %(default)g",
+    )  # fmt: skip
+    serve.add_argument(
+        "--drain-seconds", type=_positive(float), default=30.0, metavar="SECONDS",
+        help="how long SIGTERM waits for leases that are out; default: %(default)g",
+    )  # fmt: skip
+    serve.add_argument(
+        "--probe-bytes", type=parse_size, default=64 * 2**20, metavar="SIZE",
+        help="payload that trainers measure transports with; default: 64MiB",
+    )  # fmt: skip
+    serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    serve.add_argument("--log-json", action="store_true", help="one JSON object a line")
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < 1e9:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        return value
+
+    parse.__name__ = "number"
+    return parse
