@@ -1,6 +1,6 @@
 """The directory of one run: who owns it, and where everything in it lies.
 
-    runs/<name>/{metrics.jsonl, spec.json, owner.json, owner.lock, checkpoints/{step-00000042/…, latest}, logs/}
+    runs/<name>/{metrics.jsonl, spec.json, owner.json, owner.lock, checkpoints/{step-00000042/…, latest}}
 
 `owner.json` names the newest incarnation of the run that has begun here. Every write happens under a file lock that is
 only given to that incarnation, so two trainers that claim one run never both write, even while the target is down.
@@ -34,12 +34,10 @@ class RunDirectory:
         self.root = root
         self.metrics = root / "metrics.jsonl"
         self.checkpoints = root / "checkpoints"
-        self.logs = root / "logs"
         self._owner = root / "owner.json"
         self._lock = root / "owner.lock"
         with disk_errors_in_words(root):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.logs.mkdir(exist_ok=True)
             self._lock.touch()
 
     @property
@@ -110,11 +108,6 @@ class RunDirectory:
         """Keep the resolved run definition beside the results, for people and for evaluation."""
         with self.owned(incarnation), disk_errors_in_words(self.root):
             write_atomically(self.root / "spec.json", spec_json + "\n")
-
-    def new_log_path(self) -> Path:
-        """A log file of its own for this start of the trainer: logs/attempt-0001.log, -0002, …"""
-        taken = [int(path.stem.removeprefix("attempt-")) for path in self.logs.glob("attempt-[0-9]*.log")]
-        return self.logs / f"attempt-{max(taken, default=0) + 1:04d}.log"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -72,10 +72,3 @@ def test_a_damaged_owner_file_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError) as refused:
         run.claim(1, "trainers/a")
     assert refused.value.reason is Reason.CHECKPOINT_INVALID
-
-
-def test_every_start_has_a_log_of_its_own(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    first = run.new_log_path()
-    first.touch()
-    assert (first.name, run.new_log_path().name) == ("attempt-0001.log", "attempt-0002.log")

@@ -1,0 +1,81 @@
+"""`drafter-trainer run` and `drafter-trainer eval`. torch is imported only once the arguments are understood."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from drafter_trainer.evaluation import command as evaluation
+from slipstream.entrypoint import run_main
+from slipstream.listen import read_token
+from slipstream.run_spec.load import LoadedSpec, describe, load_recipe
+from slipstream.telemetry.logs import configure_logging
+
+PROGRAM = "drafter-trainer"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    return run_main(PROGRAM, lambda: _dispatch(build_parser().parse_args(arguments)))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags of the program."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains a drafter, and measures one by decoding.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="train a drafter; goes on where an earlier start of the run was left")
+    run.add_argument("recipe", type=Path, help="TOML file that defines the run")
+    run.add_argument("--target", metavar="HOST:PORT", help="address of the target server")
+    run.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable"
+    )
+    run.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run lives; default: runs/NAME")
+    run.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+    run.add_argument(
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto (default): go on from the newest checkpoint in the run directory; never: refuse a used directory",
+    )
+    run.add_argument(
+        "--log-every", type=float, default=10.0, metavar="SECONDS", help="between progress lines; default: 10"
+    )
+    run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    run.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="the target's bearer token; else $SLIPSTREAM_TOKEN"
+    )
+    run.add_argument("--dry-run", action="store_true", help="print the resolved run definition and leave")
+    evaluation.add_arguments(commands.add_parser("eval", help="decode prompts with a trained drafter"))
+    return parser
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.command == "eval":
+        configure_logging(PROGRAM)
+        return evaluation.run(arguments)
+    loaded = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        sys.stdout.write(describe(loaded))
+        return 0
+    if arguments.target is None:
+        build_parser().error("run needs --target HOST:PORT")
+    configure_logging(PROGRAM, level=arguments.log_level)
+    return _train(loaded, arguments)
+
+
+def _train(loaded: LoadedSpec, arguments: argparse.Namespace) -> int:
+    if arguments.threads is not None:
+        # Before torch is imported: its thread pools are sized when they are loaded.
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    from drafter_trainer.start import RunOptions, train
+
+    options = RunOptions(
+        target=arguments.target,
+        run_directory=arguments.run_dir or Path("runs") / loaded.spec.name,
+        resume=arguments.resume == "auto",
+        log_every=arguments.log_every,
+        threads=arguments.threads,
+        token=read_token(arguments.token_file),
+    )
+    return train(loaded.spec, options)

@@ -1,0 +1,208 @@
+"""The training loop: take a step's packs, launch the step, settle the one before, save when it is time."""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from drafter_trainer.batch_source import BatchSource, StepBatch
+from drafter_trainer.checkpoint import Checkpoint, CheckpointState, Cursor, LoopState, save_checkpoint
+from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.flex_policy import describe_failure
+from drafter_trainer.metrics import MetricsFile
+from drafter_trainer.optimizer import learning_rate
+from drafter_trainer.progress import Progress
+from drafter_trainer.resume import rng_state, versions
+from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.step import PendingStep, StepNumbers, TrainingStep
+from drafter_trainer.step_report import StepReporter
+from drafter_trainer.target_link import TargetLink
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.channel import WaitInterruptedError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of."""
+
+    spec: RunSpec
+    config: DrafterConfig
+    step: TrainingStep
+    source: BatchSource
+    link: TargetLink
+    directory: RunDirectory
+    metrics: MetricsFile
+    progress: Progress
+    reporter: StepReporter
+
+
+@dataclass
+class Standing:
+    """How far the run is; what is settled here is what a checkpoint holds."""
+
+    next_step: int
+    total_steps: int
+    loop: LoopState = field(default_factory=LoopState)
+
+
+class TrainingLoop:
+    """One process's share of a run, from where it stands to the end, or until it is told to stop."""
+
+    def __init__(self, parts: RunParts, standing: Standing) -> None:
+        self._parts = parts
+        self.standing = standing
+        self._launched: deque[PendingStep] = deque()
+        # While a GPU computes one step, the host prepares the next. A CPU computes in `run` itself.
+        self._steps_in_flight = 1 if parts.step.device.type == "cuda" else 0
+        self._saved_step = standing.next_step
+        self.last_checkpoint: Path | None = None
+
+    def run(self) -> None:
+        """Train.
+
+        Raises:
+            SlipstreamError: INCARNATION_STALE, DISK_FULL, LOSS_NOT_FINITE, OUT_OF_MEMORY, or what ended the feeder.
+        """
+        self._parts.reporter.begin()
+        while (batch := self._next_batch()) is not None:
+            self._launch(batch)
+            self._settle(leave=self._steps_in_flight)
+            if (batch.step + 1) % self._parts.spec.checkpoint.every_steps == 0:
+                self._save()
+        self._save()
+
+    def _next_batch(self) -> StepBatch | None:
+        if not self._parts.source.is_ready():
+            # Nothing to launch for now: the step that runs is the news to tell.
+            self._settle()
+        launched = self.standing.next_step + len(self._launched)
+        return self._parts.source.next_batch() if launched < self.standing.total_steps else None
+
+    def _launch(self, batch: StepBatch) -> None:
+        rate = learning_rate(self._parts.spec.optimizer, batch.step, self.standing.total_steps)
+        if not batch.packs:
+            self._settle()
+            self._conclude(batch.step, (), None, rate)
+            return
+        try:
+            self._launched.append(self._parts.step.run(batch, rate))
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(error) from error
+        except RuntimeError as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in batch.packs[0].tensors.items()}
+            log_event(_log, "error", "step_failed", step=batch.step, **describe_failure(error, shapes))
+            raise
+
+    def _settle(self, leave: int = 0) -> None:
+        """Conclude launched steps, oldest first, until `leave` are left."""
+        while len(self._launched) > leave:
+            pending = self._launched.popleft()
+            self._conclude(pending.step, pending.sequence_numbers, pending.wait(), pending.learning_rate)
+
+    def _conclude(self, step: int, sequence_numbers: tuple[int, ...], numbers: StepNumbers | None, rate: float) -> None:
+        """Commit, count and record a step. In this order: a newer trainer's claim stops us before we write."""
+        self._commit(step)
+        self._count(step, numbers)
+        with self._parts.link.incarnation_held() as incarnation, self._parts.directory.owned(incarnation):
+            record = self._parts.reporter.record(
+                step,
+                sequence_numbers,
+                numbers,
+                learning_rate=rate,
+                waited_seconds=self._parts.source.waited_seconds,
+                incarnation=incarnation,
+            )
+            self._parts.metrics.append(record)
+        self._parts.progress.show(record)
+        self._stop_if_not_finite()
+
+    def _commit(self, step: int) -> None:
+        try:
+            self._parts.link.commit(step)
+        except WaitInterruptedError:
+            # Told to stop while the target is away. The checkpoint holds the step; the next seek tells the server.
+            log_event(_log, "info", "step_not_committed", step=step)
+
+    def _count(self, step: int, numbers: StepNumbers | None) -> None:
+        loop, train = self.standing.loop, self._parts.spec.train
+        failed = numbers is not None and not numbers.applied
+        if numbers is not None and failed:
+            log_event(
+                _log,
+                "warning",
+                "step_not_applied",
+                step=step,
+                loss=numbers.acceptance.loss,
+                gradient_norm=numbers.gradient_norm,
+                packs=numbers.not_finite,
+                in_row=loop.not_finite_in_row + 1,
+            )
+        self.standing.loop = LoopState(
+            tokens=loop.tokens + train.packs_per_step * self._parts.spec.data.pack_tokens,
+            not_finite_steps=loop.not_finite_steps + failed,
+            not_finite_in_row=loop.not_finite_in_row + 1 if failed else 0,
+        )
+        self.standing.next_step = step + 1
+
+    def _stop_if_not_finite(self) -> None:
+        in_row = self.standing.loop.not_finite_in_row
+        if in_row >= self._parts.spec.train.max_not_finite_steps:
+            raise SlipstreamError(
+                f"Loss or gradient was not finite in {in_row} steps in a row, up to step "
+                f"{self.standing.next_step - 1}; none of them was applied.",
+                reason=Reason.LOSS_NOT_FINITE,
+                remedy=f"The last good checkpoint is kept: {self.last_checkpoint or 'none yet'}. Lower "
+                "optimizer.learning_rate, look at the packs named above, or train in float32.",
+            )
+
+    def _save(self) -> None:
+        self._settle()
+        standing = self.standing
+        if standing.next_step == self._saved_step:
+            return
+        self._parts.metrics.sync()
+        with self._parts.link.incarnation_held() as incarnation:
+            state = CheckpointState(
+                run=self._parts.spec.name,
+                incarnation=incarnation,
+                cursor=Cursor(
+                    next_step=standing.next_step,
+                    first_sequence_number=self._parts.link.first_sequence_number,
+                    quarantined=tuple(sorted(self._parts.link.quarantined)),
+                ),
+                loop=standing.loop,
+                total_steps=standing.total_steps,
+                target_fingerprint=self._parts.link.fingerprint,
+                stream=self._parts.link.stream,
+                spec=self._parts.spec.model_dump(mode="json"),
+                versions=versions(),
+            )
+            checkpoint = Checkpoint(
+                state=state,
+                drafter_config=self._parts.config.to_json(),
+                drafter=self._parts.step.optimizer.weights(),
+                optimizer=self._parts.step.optimizer.state_tensors(),
+                rng=rng_state(),
+            )
+            self.last_checkpoint = save_checkpoint(
+                self._parts.directory, checkpoint, keep=self._parts.spec.checkpoint.keep
+            )
+        self._saved_step = standing.next_step
+        log_event(_log, "info", "checkpoint_saved", step=standing.next_step, directory=str(self.last_checkpoint))
+
+
+def _out_of_memory(error: BaseException) -> SlipstreamError:
+    log_event(_log, "error", "out_of_memory", summary=torch.cuda.memory_summary(abbreviated=True))
+    return SlipstreamError(
+        f"The GPU's memory is full: {str(error).splitlines()[0]}",
+        reason=Reason.OUT_OF_MEMORY,
+        remedy="Lower train.anchors_per_pack, data.pack_tokens or loss.chunk_rows, or give the target server another "
+        "GPU. The run resumes from its last checkpoint.",
+    )

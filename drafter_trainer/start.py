@@ -1,0 +1,279 @@
+"""From a run definition to a loop that may train: every check in order of its cost, every refusal in words.
+
+environment → target → frozen weights → drafter → warm-up → weights → subscription, incarnation → loop
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
+from drafter_trainer.checkpoint import CheckpointState, LoopState, load_checkpoint, newest_checkpoint, read_state
+from drafter_trainer.device_copy import DeviceCopy
+from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+from drafter_trainer.frozen_weights import read_frozen_weights
+from drafter_trainer.loop import RunParts, Standing, TrainingLoop
+from drafter_trainer.metrics import MetricsFile
+from drafter_trainer.progress import Progress
+from drafter_trainer.resume import check_same_run, restore_rng_state
+from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
+from drafter_trainer.step_report import StepReporter
+from drafter_trainer.stop_request import StopRequest
+from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.warmup import warm_up
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.device import resolve_device
+from slipstream.run_spec.load import canonical_json
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.channel import TargetClient, WaitInterruptedError
+from slipstream.wire.codec import DTYPES
+from slipstream.wire.data_report import DataReport
+from slipstream.wire.target_config import TargetConfig
+
+# Drafter, loss chunk and self-test; twice that where a torch counts variants we do not know of.
+_DECLARED_GRAPHS = 6
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line adds to the run definition; none of it changes what is learned."""
+
+    target: str
+    """HOST:PORT"""
+    run_directory: Path
+    resume: bool
+    log_every: float
+    """Seconds between progress lines where stderr is no terminal."""
+    threads: int | None
+    """Of torch on the CPU; None: torch's choice."""
+    token: str | None
+    """The target's bearer token."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint to go on from, its tensors not yet read."""
+
+    directory: Path
+    state: CheckpointState
+
+
+def train(spec: RunSpec, options: RunOptions) -> int:
+    """Train until the end, or until told to stop; returns the exit status.
+
+    Raises:
+        SlipstreamError: whatever makes the run impossible.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with StopRequest() as stop:
+        try:
+            with prepared_loop(spec, options, stop) as loop:
+                if not stop.event.is_set():
+                    loop.run()
+        except WaitInterruptedError:
+            log_event(_log, "info", "stopped", step="none", detail="the target had not answered yet")
+            return 0
+        _say_how_it_ended(spec, loop, stopped=stop.event.is_set())
+    return 0
+
+
+def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> None:
+    standing = loop.standing
+    facts = {
+        "run": spec.name,
+        "step": f"{standing.next_step}/{standing.total_steps}",
+        "tokens": standing.loop.tokens,
+        "checkpoint": loop.last_checkpoint and str(loop.last_checkpoint),
+    }
+    if torch.cuda.is_available():
+        facts["peak_gpu_gigabytes"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
+    if standing.next_step == standing.total_steps:
+        log_event(_log, "info", "run_finished", **facts)
+    elif stopped:
+        log_event(_log, "info", "stopped", **facts, to_resume="run the same command again")
+    else:
+        log_event(_log, "warning", "stream_exhausted", **facts)
+
+
+@contextmanager
+def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iterator[TrainingLoop]:
+    """A loop that is ready to run; leases, connections and files are given back when the block is left.
+
+    Raises:
+        SlipstreamError: whatever makes the run impossible.
+    """
+    device = prepare_device(spec)
+    run = RunDirectory(options.run_directory)
+    saved = find_saved_run(run, spec, resume=options.resume)
+    notice = WaitNotice(options.target)
+    with ExitStack() as leaving:
+        client = leaving.enter_context(
+            TargetClient(options.target, token=options.token, on_wait=notice, stop=stop.event)
+        )
+        link = TargetLink(client, notice, spec, run, pin_memory=device.type == "cuda")
+        leaving.callback(link.close)
+        target = link.handshake(saved.state.target_fingerprint if saved else None)
+        step, config, plan = build_step(spec, link, target, device)
+        loop_state, next_step = load_weights(step, spec, saved)
+        total_steps = join(link, run, spec, config, saved)
+        plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
+        source = BatchSource(link, plan, DeviceCopy(device), stop.event)
+        stop.add_listener(source.wake)
+        metrics = MetricsFile(run.metrics)
+        leaving.callback(metrics.close)
+        reporter = StepReporter(
+            total_steps=total_steps,
+            tokens_per_step=spec.train.packs_per_step * spec.data.pack_tokens,
+            block_size=config.block_size,
+        )
+        progress = Progress(total_steps, log_every=options.log_every)
+        leaving.callback(progress.end)
+        leaving.callback(source.close)
+        source.start(next_step)
+        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter)
+        yield TrainingLoop(parts, Standing(next_step, total_steps, loop_state))
+
+
+def prepare_device(spec: RunSpec) -> torch.device:
+    """Decide where to train; on CUDA, make sure that attention cannot run dense there.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
+    if device.type == "cuda":
+        guards = check_environment(device)
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        configure_compiler(_DECLARED_GRAPHS)
+        install_tripwire()
+        self_test(device)
+        log_event(_log, "info", "attention_guarded", guards=guards.in_words())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    log_event(_log, "info", "device", device=str(device), name=name, precision=spec.train.precision)
+    return device
+
+
+def find_saved_run(run: RunDirectory, spec: RunSpec, *, resume: bool) -> SavedRun | None:
+    """The checkpoint to go on from; None for a new run.
+
+    Raises:
+        SlipstreamError: the directory is used and must not be (SPEC_INVALID), holds another run (SPEC_INVALID), or its
+            newest checkpoint is damaged (CHECKPOINT_INVALID).
+    """
+    if not resume:
+        run.require_unused()
+        return None
+    directory = newest_checkpoint(run.checkpoints)
+    if directory is None:
+        return None
+    state = read_state(directory)
+    check_same_run(state, spec, where=str(directory))
+    return SavedRun(directory, state)
+
+
+def build_step(
+    spec: RunSpec, link: TargetLink, target: pb.GetTargetResponse, device: torch.device
+) -> tuple[TrainingStep, DrafterConfig, PackPlan]:
+    """The step for this target, compiled and warmed up on CUDA; the plan lacks only its place in the stream.
+
+    Raises:
+        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, LOSS_NOT_FINITE.
+    """
+    target_config = TargetConfig.from_json(target.target_config_json)
+    config = resolve_drafter_config(spec.drafter, target_config)
+    frozen = read_frozen_weights(
+        link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
+    )
+    step = TrainingStep(config, frozen, spec)
+    plan = PackPlan(
+        first_sequence_number=0,
+        packs_per_step=spec.train.packs_per_step,
+        total_steps=0,
+        tensor_shapes=payload_shapes(config.feature_names, spec.data.pack_tokens, config.hidden_size),
+        num_anchors=spec.train.anchors_per_pack,
+        seed=spec.train.seed,
+        prefetch_packs=spec.stream.prefetch_packs,
+        lease_seconds=spec.stream.lease_seconds,
+    )
+    parameters = sum(weight.numel() for weight in step.optimizer.weights().values())
+    log_event(
+        _log, "info", "drafter", parameters=parameters, layers=config.num_layers, target_layers=config.target_layer_ids
+    )
+    if device.type == "cuda":
+        warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
+    return step, config, plan
+
+
+def load_weights(step: TrainingStep, spec: RunSpec, saved: SavedRun | None) -> tuple[LoopState, int]:
+    """Fill weights, optimizer and generators in place; returns the loop's state and the next step.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID.
+    """
+    if saved is None:
+        step.load_weights(step.first_weights(spec.train.seed))
+        torch.manual_seed(spec.train.seed)
+        return LoopState(), 0
+    checkpoint = load_checkpoint(saved.directory)
+    step.load_weights(checkpoint.drafter)
+    step.optimizer.load_state(checkpoint.optimizer)
+    restore_rng_state(checkpoint.rng)
+    next_step = checkpoint.state.cursor.next_step
+    log_event(_log, "info", "resumed", checkpoint=str(saved.directory), next_step=next_step)
+    return checkpoint.state.loop, next_step
+
+
+def join(link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConfig, saved: SavedRun | None) -> int:
+    """Subscribe, begin a new incarnation, claim the run directory; returns the steps of the whole run.
+
+    Raises:
+        SlipstreamError: STREAM_CHANGED, INCARNATION_STALE; DATA_INVALID when the data is less than one step.
+    """
+    position = Position(incarnation=run.newest_incarnation())
+    if saved is not None:
+        cursor = saved.state.cursor
+        position = Position(
+            next_step=cursor.next_step,
+            first_sequence_number=cursor.first_sequence_number,
+            quarantined=cursor.quarantined,
+            incarnation=max(position.incarnation, saved.state.incarnation),
+            stream=saved.state.stream,
+        )
+    opened = link.begin(position, config.target_layer_ids)
+    for line in DataReport.model_validate_json(opened.data_report_json).summary_lines():
+        log_event(_log, "info", "data", report=line)
+    with link.incarnation_held() as incarnation:
+        run.write_spec(canonical_json(spec), incarnation)
+    total = total_steps(spec, link.end_sequence_number, link.first_sequence_number)
+    if total == 0:
+        raise SlipstreamError(
+            "The data does not fill one step.",
+            reason=Reason.DATA_INVALID,
+            remedy="Lower train.packs_per_step or data.pack_tokens, raise train.epochs, or add conversations.",
+        )
+    return total
+
+
+def total_steps(spec: RunSpec, end_sequence_number: int | None, first_sequence_number: int) -> int:
+    """Whole steps of the run: max_steps, max_tokens (never more tokens than that) or epochs, whichever comes first."""
+    train = spec.train
+    limits = [
+        train.max_steps,
+        None if train.max_tokens is None else train.max_tokens // (train.packs_per_step * spec.data.pack_tokens),
+        None if end_sequence_number is None else (end_sequence_number - first_sequence_number) // train.packs_per_step,
+    ]
+    return min(limit for limit in limits if limit is not None)
