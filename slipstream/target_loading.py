@@ -4,9 +4,12 @@ torch and transformers are imported when a model is loaded, not with this module
 """
 
 import importlib.util
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
@@ -19,9 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-# What transformers and its readers raise on files that they cannot use; programming errors are not among them.
-_LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def load_causal_lm(spec: TargetSpec, device: str) -> LoadedTarget:
     files = locate_target(spec)
     if files.is_gguf:
         _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
-    with _quiet_transformers(), gguf_read_once() if files.is_gguf else nullcontext():
-        tokenizer = _load_tokenizer(spec, files)
-        model = _load_model(spec, files, torch.device(device))
+    with _quiet_transformers(), _alone_and_read_once(files) if files.is_gguf else nullcontext(files.root) as root:
+        tokenizer = _load_tokenizer(spec, files, root)
+        model = _load_model(spec, files, root, torch.device(device))
     decoder_layers(model)
     return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files)
 
@@ -81,12 +81,21 @@ def decoder_layers(model: "PreTrainedModel") -> "nn.ModuleList":
     return layers
 
 
-def _load_tokenizer(spec: TargetSpec, files: TargetFiles) -> "PreTrainedTokenizerFast":
+@contextmanager
+def _alone_and_read_once(files: TargetFiles) -> Iterator[Path]:
+    """A directory that holds only the GGUF file: transformers would prefer tokenizer files that lie beside it."""
+    with gguf_read_once(), TemporaryDirectory() as directory:
+        link = Path(directory) / files.weights[0].name
+        link.symlink_to(files.weights[0].resolve())
+        yield link.parent
+
+
+def _load_tokenizer(spec: TargetSpec, files: TargetFiles, root: Path) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(files.root, **_source(spec, files))
-    except _LOADING_ERRORS as error:
+        tokenizer = AutoTokenizer.from_pretrained(root, **_source(spec, files))
+    except _loading_errors() as error:
         raise _explained("The tokenizer", spec, error) from error
     if not tokenizer.is_fast:
         raise model_error(
@@ -102,9 +111,8 @@ def _load_tokenizer(spec: TargetSpec, files: TargetFiles) -> "PreTrainedTokenize
     return tokenizer
 
 
-def _load_model(spec: TargetSpec, files: TargetFiles, device: "torch.device") -> "PreTrainedModel":
+def _load_model(spec: TargetSpec, files: TargetFiles, root: Path, device: "torch.device") -> "PreTrainedModel":
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     arguments: dict[str, Any] = _source(spec, files)
@@ -117,7 +125,7 @@ def _load_model(spec: TargetSpec, files: TargetFiles, device: "torch.device") ->
         arguments["device_map"] = {"": device}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            files.root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
+            root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
         )
         model.to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -126,7 +134,7 @@ def _load_model(spec: TargetSpec, files: TargetFiles, device: "torch.device") ->
             reason=Reason.OUT_OF_MEMORY,
             remedy="Use a smaller model, a device with more memory, or target.dtype = 'bfloat16'.",
         ) from error
-    except (*_LOADING_ERRORS, SafetensorError, _config_error()) as error:
+    except _loading_errors() as error:
         raise _explained("The model", spec, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -153,11 +161,13 @@ def _gguf_arguments() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def _config_error() -> type[Exception]:
-    """What a field of the wrong type in config.json raises."""
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """What transformers and the readers under it raise on files that they cannot use."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
-    return StrictDataclassError
+    found_wrong = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error)
+    return (OSError, ImportError, *found_wrong, StrictDataclassError, SafetensorError)
 
 
 def _require(*modules: str, purpose: str, extra: str) -> None:

@@ -40,8 +40,9 @@ def save_tiny_model(
     """Write config.json and model.safetensors of a random model into `directory` (made if missing); no tokenizer.
 
     `sizes` may name `num_layers` (4) and `hidden_size` (64); anything else goes to the family's config as it is. Four
-    query heads, two key/value heads, the MLP twice as wide as the residual stream. Mistral and both Gemmas get a sliding window of 8 tokens, the Gemmas with sliding and
-    full layers by turns. The same arguments give the same weights; the global generator of torch is left as it was.
+    query heads, two key/value heads, the MLP twice as wide as the residual stream. Mistral and both Gemmas get a
+    sliding window of 8 tokens, the Gemmas with sliding and full layers by turns. The same arguments give the same
+    weights; the global generator of torch is left as it was.
     """
     hidden_size = sizes.pop("hidden_size", 64)
     fields: dict[str, Any] = {
