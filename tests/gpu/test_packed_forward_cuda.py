@@ -1,0 +1,63 @@
+"""Packed prefill on CUDA: the variable-length kernel where it fits, per-document attention elsewhere; both exact."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from target_server.forward import PackedForward
+from tests.fakes.tiny_models import Family
+from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
+from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
+
+ONE_CALL = "one variable-length flash attention call per layer"
+LONG_LENGTHS = (1, 700, 1, 300, 22)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG_LENGTHS], ids=["short", "long"])
+def test_variable_length_attention(family: Family, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    save_tiny_target(tmp_path, family)
+    forward = PackedForward(load_tiny_target(tmp_path, "bfloat16", "cuda").model)
+    assert forward.attention == ONE_CALL
+    tokens = random_tokens(sum(lengths) + 13)
+
+    captured = forward.capture(tokens, lengths, range(4), last_hidden_state=True)
+
+    reference = load_reference(tmp_path, "bfloat16", "cuda")
+    expected = alone(reference, tokens, lengths)
+    exact = alone(load_reference(tmp_path, "float32", "cuda"), tokens, lengths)
+    for ours, theirs, truth in zip(by_layer(captured, 4), expected, exact, strict=True):
+        ours = ours[: sum(lengths)]
+        # As near to the truth as transformers' own bfloat16 (a router of experts may flip on a rounding).
+        assert np.isclose(largest_error(ours, truth), largest_error(theirs, truth), rtol=1.0, atol=0.02)
+        mean_error = ((ours.float() - truth).abs().mean() / truth.abs().mean()).item()
+        assert mean_error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "because"), [("gemma2", "bfloat16", "soft-capped"), ("qwen3", "float32", "torch.float32")]
+)
+def test_attention_per_document(family: Family, dtype: str, because: str, tmp_path: Path) -> None:
+    save_tiny_target(tmp_path, family)
+    forward = PackedForward(load_tiny_target(tmp_path, dtype, "cuda").model)
+    assert because in forward.attention
+    tokens = random_tokens(sum(LENGTHS) + 13)
+
+    captured = forward.capture(tokens, LENGTHS, range(4), last_hidden_state=False)
+
+    exact = alone(load_reference(tmp_path, "float32", "cuda"), tokens, LENGTHS)
+    for ours, truth in zip(by_layer(captured, 4), exact, strict=True):
+        assert largest_error(ours[: sum(LENGTHS)], truth) < (0.04 if dtype == "bfloat16" else 1e-3)
+        assert ours.device.type == "cuda"
+        assert not ours[sum(LENGTHS) :].any()
+
+
+def test_weights_go_to_the_device_and_frozen_ones_come_back(tmp_path: Path) -> None:
+    from slipstream.run_spec.spec import TargetSpec
+    from target_server.target_model import TargetModel
+
+    target = TargetModel.load(TargetSpec(model=str(save_tiny_target(tmp_path)), dtype="bfloat16"), device="cuda")
+    assert target.device == torch.device("cuda", 0)
+    assert {weight.device.type for weight in target.frozen_weights().values()} == {"cpu"}
