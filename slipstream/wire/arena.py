@@ -272,25 +272,27 @@ def _create_file(directory: Path) -> tuple[Path, int]:
 
 def _reserve(fd: int, size_bytes: int, directory: Path) -> None:
     """Take all pages now: writing to a sparse file on a full tmpfs would kill the process with SIGBUS."""
+    file_system = os.statvfs(directory)
+    free, total = file_system.f_bavail * file_system.f_frsize, file_system.f_blocks * file_system.f_frsize
+    full = SlipstreamError(
+        f"The shelf needs {_mib(size_bytes)} of shared memory; {directory} has {_mib(free)} free of {_mib(total)}.",
+        reason=Reason.ENVIRONMENT_UNSUPPORTED,
+        remedy="Make it larger (containers: --shm-size or a tmpfs volume), make the shelf smaller with "
+        "--shelf-bytes, or serve over gRPC only with --no-shm.",
+    )
+    if size_bytes > free and total:  # total is 0 for a tmpfs without a limit
+        raise full
     try:
         os.posix_fallocate(fd, 0, size_bytes)
-    except OSError as error:
+    except OSError as error:  # another process was faster, or memory is short though the file system is not
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
             raise
-        os.ftruncate(fd, 0)
-        file_system = os.statvfs(directory)
-        free, total = file_system.f_bavail * file_system.f_frsize, file_system.f_blocks * file_system.f_frsize
-        raise SlipstreamError(
-            f"The shelf needs {_mib(size_bytes)} of shared memory; {directory} has {_mib(free)} free of {_mib(total)}.",
-            reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="Make it larger (containers: --shm-size or a tmpfs volume), make the shelf smaller with "
-            "--shelf-bytes, or serve over gRPC only with --no-shm.",
-        ) from error
+        raise full from error
 
 
 def _map_anonymous(size_bytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, size_bytes)
+        return mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise SlipstreamError(
             f"The shelf needs {_mib(size_bytes)} of memory, which this machine does not give: {error.strerror}.",

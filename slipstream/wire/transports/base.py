@@ -1,5 +1,7 @@
 """What every transport does: copy chosen tensors of one payload into memory of the reader's own."""
 
+import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +75,7 @@ class PayloadReader(ABC):
     def __init__(self, *, pin_memory: bool = False) -> None:
         """`pin_memory`: return page-locked tensors, which a GPU copies asynchronously."""
         self._pin_memory = pin_memory
+        self._pool = BufferPool()
         self.gigabytes_per_second: float | None = None
         """Measured by `choose_reader` with the server's probe; None before."""
 
@@ -86,7 +89,7 @@ class PayloadReader(ABC):
         """
         tensors: dict[str, torch.Tensor] = {}
         for run in contiguous_runs(ref.manifest, names):
-            raw = torch.empty(run.size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+            raw = self._allocate(run.size_bytes, recycled=ref.time_to_live is not None)
             self._fill(ref, run, raw.numpy())
             tensors.update((spec.name, view_bytes(raw, spec, run.offset_bytes)) for spec in run.specs)
         return {name: tensors[name] for name in names}
@@ -98,6 +101,35 @@ class PayloadReader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give mappings and streams back; idempotent."""
+
+    def _allocate(self, size_bytes: int, *, recycled: bool) -> torch.Tensor:
+        """Bytes to read into, uint8 `[size_bytes]`. Packs are all of one size and recycle theirs."""
+        if self._pin_memory:  # torch recycles pinned memory by itself, once the GPU has read it
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        if recycled:
+            return torch.from_numpy(self._pool.take(size_bytes))
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+class BufferPool:
+    """Memory that comes back when the last tensor on it is gone.
+
+    The first touch of fresh pages takes several times as long as the copy itself; only the first packs pay for it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def take(self, size_bytes: int) -> ByteArray:
+        """Uninitialised uint8 `[size_bytes]`; its memory is free again when the array is collected."""
+        free = self._free.setdefault(size_bytes, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.uint8, size_bytes)
+        weakref.finalize(array, free.append, memory).atexit = False
+        return array
 
 
 def contiguous_runs(manifest: batch_pb2.PackManifest, names: Sequence[str]) -> list[ByteRun]:
