@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import slipstream
+
+_PRODUCT = Path(slipstream.__file__).parents[1]
+
 ADDRESS = re.compile(r"(127\.0\.0\.1:\d+)")
 
 
@@ -129,8 +133,10 @@ class Processes:
         self._started: list[ManagedProcess] = []
 
     def start(self, module: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> ManagedProcess:
-        """`python -m module arguments…` with this test's interpreter."""
-        process = ManagedProcess([sys.executable, "-m", module, *map(str, arguments)], env=env)
+        """`python -m module arguments…` with this test's interpreter and the product that this test imports."""
+        # -P: the working directory is no place to import from; a wheel under test must not be hidden by the sources.
+        argv = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+        process = ManagedProcess(argv, env={"PYTHONPATH": str(_PRODUCT)} | dict(env or {}))
         self._started.append(process)
         return process
 
