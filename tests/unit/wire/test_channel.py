@@ -91,13 +91,12 @@ def test_other_protocol_is_refused(start: Start) -> None:
 
 
 def test_waits_while_loading_and_says_so(start: Start) -> None:
-    loading = [SlipstreamError("The model is loading.", reason=Reason.TARGET_LOADING) for _ in range(2)]
-    _, address = start(Service(failures=list(loading)))
+    _, address = start(Service(failures=[SlipstreamError("The model is loading.", reason=Reason.TARGET_LOADING)]))
     waits: list[tuple[Reason, float]] = []
     with TargetClient(address, on_wait=lambda reason, seconds: waits.append((reason, seconds))) as client:
         assert client.get_target().model_id == "m"
         assert client.reconnects == 0
-    assert [reason for reason, _ in waits] == [Reason.TARGET_LOADING] * 2
+    assert [reason for reason, _ in waits] == [Reason.TARGET_LOADING]
     assert all(seconds >= 1.0 for _, seconds in waits)  # the server's RetryInfo is the least
 
 
@@ -184,7 +183,7 @@ def test_token_is_sent_with_every_call(start: Start) -> None:
 
 
 def test_retried_seek_keeps_its_request_id(start: Start) -> None:
-    service = Service(failures=[SlipstreamError("loading", reason=Reason.TARGET_LOADING)])
+    service = Service(failures=[SlipstreamError("full", reason=Reason.LEASE_QUOTA_EXCEEDED)])
     _, address = start(service)
     request = pb.SeekSubscriptionRequest(subscription="subscriptions/a", next_step=3)
     with TargetClient(address, on_wait=lambda *_: None) as client:
