@@ -142,12 +142,14 @@ def _softmax_statistics(
     top, guess = logits.max(dim=-1, keepdim=True)
     picked = logits.gather(1, labels[:, None]) - top
     # In place: eager passes over [R, V] cost as much as the products; a compiled chunk fuses them either way.
-    exponentials = logits.sub_(top).exp_()
-    total = exponentials.sum(dim=-1, keepdim=True)
+    others = _put(logits.sub_(top).exp_(), labels, torch.zeros_like(top))
+    # The label's p - 1 is minus what the others have: where p is nearly 1, the difference would lose its digits.
+    rest = others.sum(dim=-1, keepdim=True)
+    total = rest + picked.exp()
 
     def gradient_of(weights: Tensor) -> Tensor:
-        by_logits = exponentials.mul_(weights[:, None] / total)
-        by_logits = _subtract_at(by_logits, labels, weights)
+        scale = weights[:, None] / total
+        by_logits = _put(others.mul_(scale), labels, -rest * scale)
         if slope is not None:
             by_logits = by_logits.mul_(slope)
         return by_logits.to(hidden.dtype) @ head_weight
@@ -155,12 +157,12 @@ def _softmax_statistics(
     return (total.log() - picked)[:, 0], guess[:, 0] == labels, gradient_of
 
 
-def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> Tensor:
-    """values[r, columns[r]] -= amounts[r]. Compiled, a comparison fuses where a scatter writes [R, V] once more."""
+def _put(values: Tensor, columns: Tensor, entries: Tensor) -> Tensor:
+    """values[r, columns[r]] = entries[r, 0]. Compiled, a comparison fuses where a scatter writes [R, V] once more."""
     if torch.compiler.is_compiling():
         at_column = torch.arange(values.shape[1], device=values.device) == columns[:, None]
-        return values - torch.where(at_column, amounts[:, None], 0.0)
-    return values.scatter_add_(1, columns[:, None], -amounts[:, None])
+        return torch.where(at_column, entries, values)
+    return values.scatter_(1, columns[:, None], entries)
 
 
 def _final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig) -> Tensor:

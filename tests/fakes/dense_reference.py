@@ -225,7 +225,7 @@ def loss_of_blocks(
             continue
         valid += 1
         results = cross_entropies(states, block.labels, head, soft_cap)
-        losses = [None if r is None else float(r[0]) for r in results]
+        losses = [None if r is None else r[0].item() for r in results]
         unbroken = True
         for slot in range(1, size):
             result = results[slot]

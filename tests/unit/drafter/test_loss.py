@@ -83,7 +83,8 @@ def test_sums_and_gradient_equal_the_dense_reference(
 def plain_gradient(hidden: Tensor, head: Tensor, targets: BlockTargets, weights: Tensor) -> Tensor:
     """What a straightforward PyTorch implementation in the same precision computes."""
     rows = hidden.detach().clone().requires_grad_()
-    logits = functional.linear(rows, head).float()
+    logits = functional.linear(rows, head)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = functional.cross_entropy(logits, targets.labels.flatten(), reduction="none")
     ((losses * weights).sum() / weights.sum()).backward()
     return rows.grad
