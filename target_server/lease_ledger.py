@@ -7,7 +7,7 @@ counts as away. No bytes, no gRPC, no torch here.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -146,19 +146,23 @@ class LeaseLedger:
             if record.incarnation and record.first_sequence_number == to.first_sequence_number:
                 for step in range(record.next_step, to.next_step):
                     book.journal.commit(record, step, subscription.packs_of(step))
+            boundary = to.first_sequence_number + to.next_step * record.terms.packs_per_step
+            unusable = {number for number in book.unusable.get(record.stream, {}) if number >= boundary}
+            sought = replace(
+                record,
+                incarnation=max(record.incarnation, to.lineage_incarnation) + 1,
+                seek_request_id=to.request_id,
+                first_sequence_number=to.first_sequence_number,
+                next_step=to.next_step,
+                quarantined=set(to.quarantined) | unusable,
+            )
+            book.journal.seek(sought)  # first on the disk: a seek that could not be written has not happened
             book.void(subscription)
-            record.incarnation = max(record.incarnation, to.lineage_incarnation) + 1
-            record.seek_request_id = to.request_id
-            record.first_sequence_number = to.first_sequence_number
-            record.next_step = to.next_step
-            boundary = subscription.packs_of(to.next_step).start
-            unusable = book.unusable.get(record.stream, {})
-            record.quarantined = set(to.quarantined) | {number for number in unusable if number >= boundary}
+            subscription.record = sought
             subscription.rewind()
-            book.journal.seek(record)
             book.touch(subscription)
             book.changed()
-            return record.incarnation
+            return sought.incarnation
 
     def lease(self, name: str, ask: Ask, cancelled: Callable[[], bool] = lambda: False) -> Grant:
         """The lowest packs the run has not got, in order; waits up to `ask.max_wait` for the first.

@@ -1,6 +1,6 @@
 """⑥ The operator's side of the ledger: pause, resume, close, drain, and the counters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -67,9 +67,10 @@ class StreamControl:
         book = self._book
         with book.lock:
             subscription = book.subscriptions.get(name) or book.subscription(name)
+            closed = replace(subscription.record, closed=True)
+            book.journal.save(closed)
             book.void(subscription)
-            subscription.record.closed = True
-            book.journal.save(subscription.record)
+            subscription.record = closed
             book.changed()
 
     def drain(self) -> None:
@@ -142,6 +143,7 @@ class StreamControl:
         book = self._book
         with book.lock:
             subscription = book.subscription(name)
-            subscription.record.paused = paused
-            book.journal.save(subscription.record)
+            changed = replace(subscription.record, paused=paused)
+            book.journal.save(changed)
+            subscription.record = changed
             book.changed()

@@ -1,0 +1,177 @@
+"""The SQLite file: what survives a crash, the proof of the lineage, and files that cannot be used."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from target_server.ledger_store import SCHEMA_VERSION, LedgerStore
+from target_server.lineage import lineage_report
+from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
+
+
+def train(desk: LedgerDesk, name: str, incarnation: int, steps: range) -> None:
+    for step in steps:
+        while not desk.ask(name, incarnation).leases:
+            desk.work()
+        desk.ledger.commit(name, incarnation, step)
+
+
+def test_a_restart_finds_every_subscription(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "ledger.sqlite"
+    desk = LedgerDesk(path)
+    name, incarnation = desk.join("a", packs_per_step=2)
+    desk.ledger.commit(name, incarnation, 0)
+    desk.ledger.commit(name, incarnation, 1)
+    paused, _ = desk.join("b", next_step=5)
+    desk.control.pause(paused)
+    closed, _ = desk.join("c")
+    desk.control.close(closed)
+    desk.close()
+
+    desk = LedgerDesk(path)
+    records = {record.name: record for record in desk.store.subscriptions()}
+    assert (records[name].incarnation, records[name].next_step) == (1, 2)
+    assert records[name].terms == terms("a", packs_per_step=2)
+    assert records[paused].paused and records[paused].next_step == 5
+    assert records[closed].closed
+    assert desk.open("a", packs_per_step=2) == name
+    assert desk.get(name, incarnation) == [4], "the incarnation is still current, and goes on where it committed"
+    desk.close()
+
+
+def test_another_target_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
+    desk = LedgerDesk(tmp_path / "ledger.sqlite")
+    desk.join("a")
+    desk.close()
+    desk = LedgerDesk(tmp_path / "ledger.sqlite")
+    with pytest.raises(SlipstreamError, match=FINGERPRINT) as caught:
+        desk.ledger.open(terms("a"), STREAM, "target-b", 100)
+    assert caught.value.reason is Reason.TARGET_FINGERPRINT_MISMATCH
+    desk.close()
+
+
+class TestLineage:
+    def test_a_straight_run(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a", packs_per_step=2)
+        for step in range(3):
+            desk.ledger.commit(name, incarnation, step)
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once
+        assert (report.steps_committed, report.steps_discarded, report.next_sequence_number) == (3, 0, 6)
+
+    def test_what_a_resume_threw_away_does_not_count(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a")
+        for step in range(5):
+            desk.ledger.commit(name, incarnation, step)
+        incarnation = desk.seek(name, 2)
+        for step in range(2, 4):
+            desk.ledger.commit(name, incarnation, step)
+        incarnation = desk.seek(name, 3)
+        desk.ledger.commit(name, incarnation, 3)
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once
+        assert (report.incarnations, report.steps_committed, report.steps_discarded) == (3, 4, 4)
+
+    def test_a_commit_whose_answer_was_lost_is_made_good_by_the_seek(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a")
+        desk.ledger.commit(name, incarnation, 0)
+        incarnation = desk.seek(name, 2)
+        desk.ledger.commit(name, incarnation, 2)
+        assert lineage_report(desk.store.path, "a").exactly_once
+
+    def test_a_step_that_nobody_committed_is_missing(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a", packs_per_step=2)
+        desk.ledger.commit(name, incarnation, 0)
+        desk.ledger.commit(name, incarnation, 2)
+        report = lineage_report(desk.store.path, "a")
+        assert not report.exactly_once
+        assert report.missing == (2, 3)
+
+    def test_quarantined_packs_are_named(self, desk: LedgerDesk) -> None:
+        name, _ = desk.join("a", packs_per_step=2)
+        incarnation = desk.seek(name, 0, quarantined=frozenset({1, 50}))
+        desk.ledger.commit(name, incarnation, 0)
+        assert lineage_report(desk.store.path, "a").quarantined == (1,)
+
+    def test_a_lost_ledger_begins_where_the_run_was(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a", next_step=7)
+        desk.ledger.commit(name, incarnation, 7)
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once
+        assert (report.first_sequence_number, report.next_sequence_number) == (7, 8)
+
+    def test_an_unknown_run(self, desk: LedgerDesk) -> None:
+        with pytest.raises(SlipstreamError, match="'nobody'"):
+            lineage_report(desk.store.path, "nobody")
+
+
+def refused(path: Path, words: str, reason: Reason = Reason.ENVIRONMENT_UNSUPPORTED) -> None:
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        LedgerStore(path)
+    assert caught.value.reason is reason
+    assert caught.value.remedy
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_text("not a database, but long enough to look like one would be " * 30)
+    refused(path, "not a database")
+
+
+def test_a_database_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE things (x)")
+    connection.close()
+    refused(path, "not a ledger of a target server")
+
+
+def test_a_ledger_of_a_newer_version(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    LedgerStore(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    refused(path, f"format {SCHEMA_VERSION + 1}; this version of Slipstream knows format {SCHEMA_VERSION}")
+    with pytest.raises(SlipstreamError, match="format"):
+        lineage_report(path, "a")
+
+
+def test_a_ledger_in_use(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger.sqlite")
+    refused(tmp_path / "ledger.sqlite", "in use by another target server")
+    store.close()
+    store.close()
+    LedgerStore(tmp_path / "ledger.sqlite").close()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file" / "ledger.sqlite", "cannot be used")
+    (tmp_path / "directory").mkdir()
+    refused(tmp_path / "directory", "unable to open")
+
+
+def test_a_locked_or_full_file_fails_the_call_in_words(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.store._connection.execute("PRAGMA busy_timeout = 10")
+    blocker = sqlite3.connect(desk.store.path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    with pytest.raises(SlipstreamError, match="locked"):
+        desk.ledger.commit(name, incarnation, 0)
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    desk.ledger.commit(name, incarnation, 0)
+
+    pages = desk.store._connection.execute("PRAGMA page_count").fetchone()[0]
+    desk.store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(SlipstreamError, match="full") as caught:
+        for step in range(1, 2000):
+            desk.ledger.commit(name, incarnation, step)
+    assert caught.value.reason is Reason.DISK_FULL
+    desk.store._connection.execute("PRAGMA max_page_count = 100000")
+    desk.ledger.commit(name, incarnation, step)
+    assert lineage_report(desk.store.path, "a").exactly_once
