@@ -10,7 +10,6 @@ import torch
 from drafter_trainer.batch_source import BatchSource, StepBatch
 from drafter_trainer.checkpoint import Checkpoint, CheckpointState, Cursor, LoopState, save_checkpoint
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.flex_policy import describe_failure
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.optimizer import learning_rate
 from drafter_trainer.progress import Progress
@@ -96,6 +95,8 @@ class TrainingLoop:
         except torch.OutOfMemoryError as error:
             raise _out_of_memory(error) from error
         except RuntimeError as error:
+            from drafter_trainer.flex_policy import describe_failure
+
             shapes = {name: tuple(tensor.shape) for name, tensor in batch.packs[0].tensors.items()}
             log_event(_log, "error", "step_failed", step=batch.step, **describe_failure(error, shapes))
             raise

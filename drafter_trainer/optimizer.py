@@ -1,5 +1,8 @@
 """AdamW with float32 master weights in one flat buffer: a step is a handful of kernels, whatever the layer count.
 
+The kernel is the one behind `torch.optim.AdamW(fused=True)`, called directly: that class keeps a state per tensor,
+where one per buffer is wanted, and constructing it loads torch's compiler, two seconds that a CPU run can do without.
+
 A small drafter is bound by launches, not by arithmetic: norm, clipping and update each touch one buffer instead of one
 tensor per weight. The module computes with views of the buffer (float32) or of a reduced copy of it (bfloat16).
 """
@@ -15,7 +18,6 @@ from slipstream.run_spec.spec import OptimizerSpec
 
 # Every weight starts at a multiple of so many elements, so that views are aligned for any kernel and any dtype.
 _ALIGNMENT = 64
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
@@ -65,7 +67,13 @@ class DrafterOptimizer:
         for parameter, view in zip(self.parameters, self._views(self._compute), strict=True):
             parameter.data = view
         matrices_end = next((o for o, p in zip(self._offsets, self.parameters, strict=True) if p.dim() < 2), size)
-        self._adamw = self._make_adamw([slice(0, matrices_end), slice(matrices_end, size)])
+        self._segments = (
+            (slice(0, matrices_end), spec.weight_decay),
+            (slice(matrices_end, size), 0.0),
+        )
+        self._exp_avg, self._exp_avg_sq = torch.zeros_like(self._master), torch.zeros_like(self._master)
+        # Float32, because the kernel wants it so; exact up to 16 million steps.
+        self._applied_steps = torch.zeros((), device=device)
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of one pack, in the order of `parameters`, any dtype, to the step's float32 sum."""
@@ -89,13 +97,28 @@ class DrafterOptimizer:
         """
         norm = torch.linalg.vector_norm(self._gradient) / weight
         finite = torch.isfinite(norm) & torch.isfinite(loss)
-        # AdamW divides gradients by grad_scale and leaves everything alone where found_inf is 1.
+        not_finite = (~finite).float()
         clip = (norm / self._spec.clip_norm).clamp(min=1.0)
-        self._adamw.grad_scale = clip * weight  # type: ignore[attr-defined]
-        self._adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        for group in self._adamw.param_groups:
-            group["lr"] = step_learning_rate
-        self._adamw.step()
+        self._applied_steps += 1.0 - not_finite
+        # The kernel divides gradients by grad_scale, and changes nothing where found_inf is 1.
+        for segment, weight_decay in self._segments:
+            torch._fused_adamw_(
+                [self._master[segment]],
+                [self._gradient[segment]],
+                [self._exp_avg[segment]],
+                [self._exp_avg_sq[segment]],
+                [],
+                [self._applied_steps],
+                amsgrad=False,
+                lr=step_learning_rate,
+                beta1=self._spec.betas[0],
+                beta2=self._spec.betas[1],
+                weight_decay=weight_decay,
+                eps=self._spec.epsilon,
+                maximize=False,
+                grad_scale=clip * weight,
+                found_inf=not_finite,
+            )
         self._packs_added = 0
         self._refresh_compute_weights()
         return AppliedStep(norm, finite.float())
@@ -107,19 +130,17 @@ class DrafterOptimizer:
         """
         for name, view in zip(self._names, self._master_views, strict=True):
             view.copy_(weights[name])
-        for state in self._adamw.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+        for state in (self._exp_avg, self._exp_avg_sq, self._applied_steps):
+            state.zero_()
         self._packs_added = 0
         self._refresh_compute_weights()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Set the AdamW state in place to what `state_tensors` returned."""
-        for kind in _MOMENTS:
-            for name, view in zip(self._names, self._moment_views(kind), strict=True):
+        for kind, flat in self._moments():
+            for name, view in zip(self._names, self._views(flat), strict=True):
                 view.copy_(state[f"{kind}.{name}"])
-        for segment_state in self._adamw.state.values():
-            segment_state["step"].copy_(state["step"])
+        self._applied_steps.copy_(state["step"])
 
     def weights(self) -> dict[str, Tensor]:
         """Float32 master weights by parameter name; views, not copies."""
@@ -129,44 +150,21 @@ class DrafterOptimizer:
         """AdamW moments per parameter (`exp_avg.<name>`, `exp_avg_sq.<name>`) and the count of applied steps."""
         tensors = {
             f"{kind}.{name}": view
-            for kind in _MOMENTS
-            for name, view in zip(self._names, self._moment_views(kind), strict=True)
+            for kind, flat in self._moments()
+            for name, view in zip(self._names, self._views(flat), strict=True)
         }
-        tensors["step"] = next(iter(self._adamw.state.values()))["step"]
+        tensors["step"] = self._applied_steps
         return tensors
 
-    def _make_adamw(self, segments: Sequence[slice]) -> torch.optim.AdamW:
-        """AdamW over two flat tensors: the matrices with weight decay, the rest without."""
-        groups: list[dict[str, object]] = []
-        for segment, weight_decay in zip(segments, (self._spec.weight_decay, 0.0), strict=True):
-            flat = nn.Parameter(self._master[segment])
-            flat.grad = self._gradient[segment]
-            groups.append({"params": [flat], "weight_decay": weight_decay})
-        adamw = torch.optim.AdamW(
-            groups, lr=self._spec.learning_rate, betas=self._spec.betas, eps=self._spec.epsilon, fused=True
-        )
-        # Made here, not at the first step, so that a resumed run can fill it without having stepped.
-        for group in adamw.param_groups:
-            (flat,) = group["params"]
-            moments = {kind: torch.zeros_like(flat) for kind in _MOMENTS}
-            adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
-        return adamw
-
-    def _moment_views(self, kind: str) -> list[Tensor]:
-        """Views of one kind of moment with the parameters' shapes; the two segments lie one behind the other."""
-        flats = [self._adamw.state[group["params"][0]][kind] for group in self._adamw.param_groups]
-        matrices = len([parameter for parameter in self.parameters if parameter.dim() >= 2])
-        return [
-            view
-            for flat, part, start in (
-                (flats[0], slice(0, matrices), 0),
-                (flats[1], slice(matrices, None), flats[0].numel()),
-            )
-            for view in _views(flat, [o - start for o in self._offsets[part]], self.parameters[part])
-        ]
+    def _moments(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+        return ("exp_avg", self._exp_avg), ("exp_avg_sq", self._exp_avg_sq)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        return _views(buffer, self._offsets, self.parameters)
+        """Views of a flat buffer with the parameters' shapes."""
+        return [
+            buffer[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self._offsets, self.parameters, strict=True)
+        ]
 
     def _refresh_compute_weights(self) -> None:
         if self._compute is not self._master:
@@ -181,11 +179,3 @@ def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
         offsets.append(size)
         size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
     return offsets, size
-
-
-def _views(buffer: Tensor, offsets: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Views of `buffer` with the parameters' shapes."""
-    return [
-        buffer[offset : offset + parameter.numel()].view(parameter.shape)
-        for offset, parameter in zip(offsets, parameters, strict=True)
-    ]

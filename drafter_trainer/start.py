@@ -16,7 +16,6 @@ from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
 from drafter_trainer.checkpoint import CheckpointState, LoopState, load_checkpoint, newest_checkpoint, read_state
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
-from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.metrics import MetricsFile
@@ -27,7 +26,6 @@ from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
-from drafter_trainer.warmup import warm_up
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.device import resolve_device
@@ -155,6 +153,9 @@ def prepare_device(spec: RunSpec) -> torch.device:
     """
     device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
     if device.type == "cuda":
+        # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
+        from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+
         guards = check_environment(device)
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
@@ -214,6 +215,8 @@ def build_step(
         _log, "info", "drafter", parameters=parameters, layers=config.num_layers, target_layers=config.target_layer_ids
     )
     if device.type == "cuda":
+        from drafter_trainer.warmup import warm_up
+
         warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
     return step, config, plan
 

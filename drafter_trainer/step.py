@@ -17,7 +17,6 @@ from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.flex_policy import compile_owned
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
@@ -102,6 +101,9 @@ class TrainingStep:
         self._forward = self._hidden_states
         self._chunk_loss = None
         if self.device.type == "cuda":
+            # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
+            from drafter_trainer.flex_policy import compile_owned
+
             self._forward = compile_owned(self._hidden_states, name="drafter", graphs=_GRAPHS_PER_FUNCTION)
             self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=_GRAPHS_PER_FUNCTION)
 

@@ -1,0 +1,188 @@
+"""The real step on the CPU: what a step of several packs learns, adversarial packs, and input that is not finite."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from drafter_trainer.anchors import build_block_targets, draw_anchors
+from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
+from drafter_trainer.block_mask import build_block_attention
+from drafter_trainer.drafter import DFlashDrafter
+from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.frozen_weights import FrozenWeights
+from drafter_trainer.loss import drafter_loss, resolve_loss_config
+from drafter_trainer.step import TrainingStep
+from drafter_trainer.warmup import adversarial_batches
+from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, TargetSpec, TrainSpec
+from slipstream.wire.target_config import TargetConfig
+
+TOKENS, HIDDEN, VOCABULARY, ANCHORS, BLOCK = 128, 32, 96, 16, 4
+
+TARGET = TargetConfig(
+    model_type="llama",
+    num_layers=4,
+    hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=VOCABULARY,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    embedding_scale=2.0,
+    logit_soft_cap=None,
+    norm_weight_offset=0.0,
+    tokenizer_length=90,
+    mask_token_id=None,
+    special_tokens={},
+)
+
+
+def make_spec(packs_per_step: int = 1, precision: str = "float32", slot_weights: str = "decay") -> RunSpec:
+    return RunSpec(
+        name="tiny",
+        target=TargetSpec(model="m", dtype="float32"),
+        data=DataSpec(files=("d",), pack_tokens=TOKENS),
+        drafter=DrafterSpec(num_layers=1, target_layer_ids=(1, 2), block_size=BLOCK),
+        train=TrainSpec(
+            device="cpu",
+            attention="sdpa",
+            precision=precision,
+            anchors_per_pack=ANCHORS,
+            packs_per_step=packs_per_step,
+            max_steps=10,
+        ),
+        loss=LossSpec(slot_weights=slot_weights),
+    )
+
+
+def make_config(spec: RunSpec) -> DrafterConfig:
+    return resolve_drafter_config(spec.drafter, TARGET)
+
+
+def make_frozen(dtype: torch.dtype = torch.float32) -> FrozenWeights:
+    generator = torch.Generator().manual_seed(5)
+    draw = partial(torch.randn, VOCABULARY, HIDDEN, generator=generator)
+    return FrozenWeights(draw().to(dtype), draw().to(dtype), torch.ones(HIDDEN), TARGET.embedding_scale)
+
+
+def make_step(spec: RunSpec) -> TrainingStep:
+    dtype = torch.float32 if spec.train.precision == "float32" else torch.bfloat16
+    step = TrainingStep(make_config(spec), make_frozen(dtype), spec)
+    step.load_weights(step.first_weights(spec.train.seed))
+    return step
+
+
+def make_pack(number: int, *, supervised: float = 0.7) -> TrainingPack:
+    generator = torch.Generator().manual_seed(number)
+    lengths = (50, 60)
+    documents = torch.full((TOKENS,), -1, dtype=torch.int32)
+    positions = torch.zeros(TOKENS, dtype=torch.int32)
+    start = 0
+    for index, length in enumerate(lengths):
+        documents[start : start + length] = index
+        positions[start : start + length] = torch.arange(length, dtype=torch.int32)
+        start += length
+    mask = ((torch.rand(TOKENS, generator=generator) < supervised) & (documents >= 0)).to(torch.uint8)
+    tensors = {
+        "input_ids": torch.randint(90, (TOKENS,), generator=generator).int(),
+        "loss_mask": mask,
+        "document_ids": documents,
+        "position_ids": positions,
+        "hidden_states.1": torch.randn(TOKENS, HIDDEN, generator=generator),
+        "hidden_states.2": torch.randn(TOKENS, HIDDEN, generator=generator),
+    }
+    return TrainingPack(number, tensors, draw_anchors(mask, documents, ANCHORS, 0, number))
+
+
+def gradients_over_the_whole_step(spec: RunSpec, packs: list[TrainingPack]) -> tuple[float, float]:
+    """(loss, gradient norm) of Σ numerators / Σ weights, in one backward pass over plain parameters."""
+    config, frozen = make_config(spec), make_frozen()
+    drafter = DFlashDrafter(config)
+    drafter.load_state_dict(make_step(spec).first_weights(spec.train.seed))
+    loss_config = resolve_loss_config(
+        spec.loss, block_size=BLOCK, vocab_size=VOCABULARY, logit_soft_cap=None, device=torch.device("cpu")
+    )
+    numerator, weight = torch.zeros(()), torch.zeros(())
+    for pack in packs:
+        targets = build_block_targets(pack.tensors, pack.anchors, block_size=BLOCK, mask_token_id=config.mask_token_id)
+        positions = pack.tensors["position_ids"]
+        hidden = drafter(
+            torch.cat([pack.tensors[name] for name in config.feature_names], dim=-1),
+            2.0 * frozen.embedding[targets.block_ids.flatten()],
+            positions,
+            targets.block_positions.flatten(),
+            build_block_attention(drafter.attention_layout("sdpa"), pack.anchors, positions),
+        )
+        sums = drafter_loss(hidden, frozen.head, targets, loss_config)
+        numerator, weight = numerator + sums.numerator, weight + sums.weight
+    (numerator / weight).backward()
+    gradients = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+    return (numerator / weight).item(), norm.item()
+
+
+@pytest.mark.parametrize("slot_weights", ["decay", "dpace"])
+def test_packs_of_a_step_weigh_by_their_counted_slots(slot_weights: str) -> None:
+    spec = make_spec(packs_per_step=3, slot_weights=slot_weights)
+    packs = [make_pack(0), make_pack(1, supervised=0.3), make_pack(2, supervised=0.95)]
+    numbers = make_step(spec).run(StepBatch(0, tuple(packs)), 1e-3).wait()
+    loss, norm = gradients_over_the_whole_step(spec, packs)
+    assert numbers.acceptance.loss == pytest.approx(loss, rel=1e-5)
+    assert numbers.gradient_norm == pytest.approx(norm, rel=1e-4)
+    assert numbers.applied and numbers.not_finite == ()
+
+
+def test_the_loss_falls_when_a_pack_is_trained_again_and_again() -> None:
+    for precision in ("float32", "bfloat16"):
+        step = make_step(make_spec(precision=precision))
+        losses = [step.run(StepBatch(0, (make_pack(0),)), 1e-2).wait().acceptance.loss for _ in range(8)]
+        assert losses[-1] < losses[0] - 0.5, precision
+
+
+@pytest.mark.parametrize("slot_weights", ["uniform", "decay", "dpace"])
+def test_adversarial_packs_are_finite_and_change_weights_only_where_something_counts(slot_weights: str) -> None:
+    spec = make_spec(packs_per_step=2, slot_weights=slot_weights)
+    step, config = make_step(spec), make_config(spec)
+    plan = PackPlan(0, 2, 1, payload_shapes(config.feature_names, TOKENS, HIDDEN), ANCHORS, 0, 2, 60.0)
+    names = []
+    for name, batch in adversarial_batches(torch.device("cpu"), plan, torch.float32, vocab_size=90):
+        step.load_weights(step.first_weights(0))
+        # Of the block's side: the one anchor is the first token, which has no context to learn from.
+        first = step.optimizer.weights()["layers.0.mlp.down_proj.weight"].clone()
+        numbers = step.run(batch, 1e-3).wait()
+        names.append(name)
+        assert numbers.applied and math.isfinite(numbers.acceptance.loss), name
+        assert (numbers.gradient_norm > 0) == (name != "no valid anchor")
+        changed = not torch.equal(step.optimizer.weights()["layers.0.mlp.down_proj.weight"], first)
+        assert changed == (name != "no valid anchor"), name
+    assert len(names) == 4
+
+
+def test_the_pack_that_is_not_finite_is_named_and_nothing_changes() -> None:
+    spec = make_spec(packs_per_step=2)
+    step = make_step(spec)
+    bad = make_pack(7)
+    poisoned = bad.tensors["hidden_states.2"].clone()
+    poisoned[3] = math.inf
+    bad = replace(bad, tensors={**bad.tensors, "hidden_states.2": poisoned})
+    before = {name: weight.clone() for name, weight in step.optimizer.weights().items()}
+    numbers = step.run(StepBatch(0, (make_pack(6), bad)), 1e-2).wait()
+    assert not numbers.applied and numbers.not_finite == (7,)
+    assert math.isnan(numbers.acceptance.loss)
+    assert all(torch.equal(before[name], weight) for name, weight in step.optimizer.weights().items())
+    assert step.run(StepBatch(1, (make_pack(6), make_pack(8))), 1e-2).wait().applied
+
+
+def test_first_weights_depend_on_the_seed_alone() -> None:
+    step = make_step(make_spec())
+    torch.manual_seed(123)
+    again, other = step.first_weights(0), step.first_weights(1)
+    assert all(torch.equal(step.optimizer.weights()[name], weight) for name, weight in again.items())
+    assert not torch.equal(again["fc.weight"], other["fc.weight"])
+    assert torch.equal(other["norm.weight"], torch.ones(HIDDEN))
