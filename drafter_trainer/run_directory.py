@@ -72,6 +72,12 @@ class RunDirectory:
                 remedy="Make sure that no other trainer of this run is alive, then delete this file and start again.",
             ) from error
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Hold the lock to read checkpoints: a trainer that still owns the run prunes none of them meanwhile."""
+        with self._locked():
+            yield
+
     def claim(self, incarnation: int, trainer: str) -> None:
         """Record that `incarnation`, just granted by the target server, owns the directory from now on.
 

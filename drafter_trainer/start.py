@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
-from drafter_trainer.checkpoint import CheckpointState, LoopState, load_checkpoint, newest_checkpoint, read_state
+from drafter_trainer.checkpoint import Checkpoint, CheckpointState, load_checkpoint, newest_checkpoint, read_state
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
@@ -58,14 +58,6 @@ class RunOptions:
     """Of torch on the CPU; None: torch's choice."""
     token: str | None
     """The target's bearer token."""
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """The checkpoint to go on from, its tensors not yet read."""
-
-    directory: Path
-    state: CheckpointState
 
 
 def train(spec: RunSpec, options: RunOptions) -> int:
@@ -115,7 +107,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     """
     device = prepare_device(spec)
     run = RunDirectory(options.run_directory)
-    saved = find_saved_run(run, spec, resume=options.resume)
+    saved = find_saved_state(run, spec, resume=options.resume)
     notice = WaitNotice(options.target)
     with ExitStack() as leaving:
         client = leaving.enter_context(
@@ -123,10 +115,11 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         )
         link = TargetLink(client, notice, spec, run, pin_memory=device.type == "cuda")
         leaving.callback(link.close)
-        target = link.handshake(saved.state.target_fingerprint if saved else None)
+        target = link.handshake(saved.target_fingerprint if saved else None)
         step, config, plan = build_step(spec, link, target, device)
-        loop_state, next_step = load_weights(step, spec, saved)
+        saved = load_weights(step, run, spec)
         total_steps = join(link, run, spec, config, saved)
+        standing = Standing(saved.cursor.next_step, total_steps, saved.loop) if saved else Standing(0, total_steps)
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
         source = BatchSource(link, plan, DeviceCopy(device), stop.event)
         stop.add_listener(source.wake)
@@ -140,9 +133,9 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         progress = Progress(total_steps, log_every=options.log_every)
         leaving.callback(progress.end)
         leaving.callback(source.close)
-        source.start(next_step)
+        source.start(standing.next_step)
         parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter)
-        yield TrainingLoop(parts, Standing(next_step, total_steps, loop_state))
+        yield TrainingLoop(parts, standing)
 
 
 def prepare_device(spec: RunSpec) -> torch.device:
@@ -168,8 +161,8 @@ def prepare_device(spec: RunSpec) -> torch.device:
     return device
 
 
-def find_saved_run(run: RunDirectory, spec: RunSpec, *, resume: bool) -> SavedRun | None:
-    """The checkpoint to go on from; None for a new run.
+def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> CheckpointState | None:
+    """What the newest checkpoint says of the run, before anything costly begins; None for a new run.
 
     Raises:
         SlipstreamError: the directory is used and must not be (SPEC_INVALID), holds another run (SPEC_INVALID), or its
@@ -177,13 +170,12 @@ def find_saved_run(run: RunDirectory, spec: RunSpec, *, resume: bool) -> SavedRu
     """
     if not resume:
         run.require_unused()
-        return None
-    directory = newest_checkpoint(run.checkpoints)
-    if directory is None:
-        return None
-    state = read_state(directory)
-    check_same_run(state, spec, where=str(directory))
-    return SavedRun(directory, state)
+    with run.unchanged():
+        directory = newest_checkpoint(run.checkpoints)
+        state = read_state(directory) if directory else None
+    if state is not None:
+        check_same_run(state, spec, where=str(directory))
+    return state
 
 
 def build_step(
@@ -221,26 +213,36 @@ def build_step(
     return step, config, plan
 
 
-def load_weights(step: TrainingStep, spec: RunSpec, saved: SavedRun | None) -> tuple[LoopState, int]:
-    """Fill weights, optimizer and generators in place; returns the loop's state and the next step.
+def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> CheckpointState | None:
+    """Fill weights, optimizer and generators in place; returns the state of the checkpoint they came from, if any.
+
+    The checkpoint is looked for again: while this process warmed up, a trainer that still runs has saved newer ones.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID.
     """
-    if saved is None:
+    checkpoint = _load_newest(run)
+    if checkpoint is None:
         step.load_weights(step.first_weights(spec.train.seed))
         torch.manual_seed(spec.train.seed)
-        return LoopState(), 0
-    checkpoint = load_checkpoint(saved.directory)
+        return None
+    check_same_run(checkpoint.state, spec, where=str(run.checkpoints))
     step.load_weights(checkpoint.drafter)
     step.optimizer.load_state(checkpoint.optimizer)
     restore_rng_state(checkpoint.rng)
-    next_step = checkpoint.state.cursor.next_step
-    log_event(_log, "info", "resumed", checkpoint=str(saved.directory), next_step=next_step)
-    return checkpoint.state.loop, next_step
+    log_event(_log, "info", "resumed", run=spec.name, next_step=checkpoint.state.cursor.next_step)
+    return checkpoint.state
 
 
-def join(link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConfig, saved: SavedRun | None) -> int:
+def _load_newest(run: RunDirectory) -> Checkpoint | None:
+    with run.unchanged():
+        directory = newest_checkpoint(run.checkpoints)
+        return load_checkpoint(directory) if directory else None
+
+
+def join(
+    link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConfig, saved: CheckpointState | None
+) -> int:
     """Subscribe, begin a new incarnation, claim the run directory; returns the steps of the whole run.
 
     Raises:
@@ -248,13 +250,13 @@ def join(link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConf
     """
     position = Position(incarnation=run.newest_incarnation())
     if saved is not None:
-        cursor = saved.state.cursor
+        cursor = saved.cursor
         position = Position(
             next_step=cursor.next_step,
             first_sequence_number=cursor.first_sequence_number,
             quarantined=cursor.quarantined,
-            incarnation=max(position.incarnation, saved.state.incarnation),
-            stream=saved.state.stream,
+            incarnation=max(position.incarnation, saved.incarnation),
+            stream=saved.stream,
         )
     opened = link.begin(position, config.target_layer_ids)
     for line in DataReport.model_validate_json(opened.data_report_json).summary_lines():
