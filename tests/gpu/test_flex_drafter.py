@@ -1,0 +1,218 @@
+"""Compiled flex_attention on a GPU against SDPA with the same mask: values, gradients, graphs, tripwire, loss."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as flex_forward_op
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_op
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+
+from drafter_trainer import flex_policy
+from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets, draw_anchors
+from drafter_trainer.block_mask import build_block_attention
+from drafter_trainer.drafter import DFlashDrafter, initialise_weights
+from drafter_trainer.drafter_config import FULL, SLIDING
+from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.slot_weights import decay_weights
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import LossSpec
+from tests.fakes.drafter_cases import MASK_TOKEN, TINY, VOCAB, packed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, none is visible")
+
+PACK_TOKENS, NUM_ANCHORS, HIDDEN = 512, 40, 128
+CUDA = torch.device("cuda")
+CASES = {"drawn": None, "no valid anchor": 0, "one valid anchor": 1}
+
+
+@pytest.fixture(autouse=True)
+def _policy() -> Iterator[None]:
+    """The tripwire for every test here; a failing compile of one test does not reach the next."""
+    kept = [(operator, dict(operator.py_kernels)) for operator in (flex_forward_op, flex_backward_op)]
+    torch._dynamo.reset()
+    flex_policy.configure_compiler(declared_graphs=4)
+    flex_policy.install_tripwire()
+    yield
+    for operator, kernels in kept:
+        operator.py_kernels.update(kernels)
+        operator._dispatch_cache.clear()
+
+
+def build_drafter(block_size: int, dtype: torch.dtype) -> DFlashDrafter:
+    config = dataclasses.replace(
+        TINY,
+        block_size=block_size,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        layer_types=(FULL, SLIDING),
+        sliding_window=100,
+        rope_theta=10000.0,
+    )
+    drafter = DFlashDrafter(config)
+    initialise_weights(drafter, 0, torch.ones(HIDDEN))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
+    return drafter.to(CUDA, dtype)
+
+
+def run(
+    drafter: DFlashDrafter, call: Callable[..., Tensor], kind: str, seed: int, most_valid: int | None = None
+) -> list[Tensor]:
+    """Hidden rows of valid anchors, then the gradient of every parameter, float32 on the CPU."""
+    pack = packed([100, 30, 250, 1, 90 + seed], PACK_TOKENS, seed=seed)
+    drawn = draw_anchors(pack["loss_mask"], pack["document_ids"], NUM_ANCHORS, seed, 0)
+    keep = NUM_ANCHORS - 3 if most_valid is None else most_valid
+    anchors = Anchors(drawn.positions, drawn.valid & (torch.arange(NUM_ANCHORS) < keep)).to(CUDA)
+    pack = {name: tensor.to(CUDA) for name, tensor in pack.items()}
+    block_size = drafter.config.block_size
+    targets = build_block_targets(pack, anchors, block_size=block_size, mask_token_id=MASK_TOKEN)
+    attention = build_block_attention(drafter.attention_layout(kind), anchors, pack["position_ids"])
+    generator = torch.Generator().manual_seed(seed)
+    dtype = drafter.fc.weight.dtype
+    embed = torch.randn(VOCAB, HIDDEN, generator=generator).to(CUDA, dtype)
+    features = torch.randn(PACK_TOKENS, 2 * HIDDEN, generator=generator).to(CUDA, dtype)
+    direction = torch.randn(NUM_ANCHORS * block_size, HIDDEN, generator=generator).to(CUDA, dtype)
+    drafter.zero_grad()
+    hidden = call(
+        features,
+        embed[targets.block_ids.flatten()],
+        pack["position_ids"],
+        targets.block_positions.flatten(),
+        attention,
+    )
+    rows = anchors.valid.repeat_interleave(block_size)[:, None]
+    (torch.where(rows, hidden, 0.0) * direction).sum().backward()
+    results = [torch.where(rows, hidden, 0.0).detach(), *(p.grad for p in drafter.parameters())]
+    assert all(torch.isfinite(result).all() for result in results)
+    assert torch.isfinite(hidden).all()
+    return [result.float().cpu() for result in results]
+
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+    """Relative distance by norm, per tensor; 0 where both are 0."""
+    return [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("block_size", [7, 8, 16])
+def test_float32_equals_sdpa_and_new_packs_cost_no_graph(block_size: int) -> None:
+    drafter = build_drafter(block_size, torch.float32)
+    compiled = flex_policy.compile_owned(drafter, name="drafter", graphs=1)
+    before = flex_policy.compiled_graphs()
+    for seed, most_valid in enumerate((None, 0, 1, NUM_ANCHORS, None)):
+        ours = run(drafter, compiled, "flex", seed, most_valid)
+        assert max(distance(ours, run(drafter, drafter, "sdpa", seed, most_valid))) < 2e-4
+    assert flex_policy.compiled_graphs() - before == 1
+
+
+@pytest.mark.parametrize("block_size", [7, 8, 16])
+def test_bfloat16_is_as_near_to_float32_as_sdpa_is(block_size: int) -> None:
+    rounded = build_drafter(block_size, torch.bfloat16).float()
+    exact = run(rounded, rounded, "sdpa", 1)
+    drafter = build_drafter(block_size, torch.bfloat16)
+    compiled = flex_policy.compile_owned(drafter, name="drafter", graphs=1)
+    ours = distance(run(drafter, compiled, "flex", 1), exact)
+    plain = distance(run(drafter, drafter, "sdpa", 1), exact)
+    assert all(a <= 1.2 * b for a, b in zip(ours, plain, strict=True)), list(zip(ours, plain, strict=True))
+
+
+def test_the_tripwire_holds_and_the_self_test_passes() -> None:
+    query = torch.randn(1, 2, 128, 64, device=CUDA, requires_grad=True)
+    with pytest.raises(SlipstreamError, match="ran uncompiled") as caught:
+        flex_attention(query, query, query)
+    assert caught.value.reason is Reason.DENSE_ATTENTION
+    flex_policy.self_test(CUDA)
+
+
+def test_after_the_freeze_another_shape_is_refused() -> None:
+    drafter = build_drafter(8, torch.bfloat16)
+    compiled = flex_policy.compile_owned(drafter, name="drafter", graphs=1)
+    run(drafter, compiled, "flex", 0)
+    freeze = flex_policy.CompilationFreeze()
+    freeze.freeze()
+    try:
+        run(drafter, compiled, "flex", 1)
+        with torch.no_grad(), pytest.raises((RuntimeError, SlipstreamError)):
+            compiled(
+                torch.zeros(128, 2 * HIDDEN, device=CUDA, dtype=torch.bfloat16),
+                torch.zeros(8, HIDDEN, device=CUDA, dtype=torch.bfloat16),
+                torch.arange(128, device=CUDA),
+                torch.arange(8, device=CUDA),
+                build_block_attention(
+                    drafter.attention_layout("flex"),
+                    Anchors(torch.tensor([5]), torch.tensor([True])).to(CUDA),
+                    torch.arange(128, device=CUDA),
+                ),
+            )
+    finally:
+        freeze.thaw()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["decay", "dpace"])
+def test_the_compiled_loss_is_as_exact_as_plain_pytorch(dtype: torch.dtype, scheme: str) -> None:
+    vocabulary, width, blocks = 30_011, 256, 50
+    generator = torch.Generator().manual_seed(3)
+    head = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(CUDA, dtype)
+    labels = torch.randint(0, vocabulary, (blocks, 8), generator=generator).to(CUDA)
+    counted = (torch.arange(8) < torch.randint(1, 9, (blocks, 1), generator=generator)).to(CUDA)
+    counted &= torch.arange(8, device=CUDA) > 0
+    targets = BlockTargets(labels, labels, labels, counted)
+    noise = torch.randn(blocks * 8, width, generator=generator).to(CUDA)
+    hidden = (0.2 * head[labels.flatten()].float() + 0.3 * noise).to(dtype)
+    config = resolve_loss_config(
+        LossSpec(slot_weights=scheme, chunk_rows=112),
+        block_size=8,
+        vocab_size=vocabulary,
+        logit_soft_cap=None,
+        device=CUDA,
+    )
+    compiled = flex_policy.compile_owned(loss_of_chunk, name="loss", graphs=1)
+    rows = hidden.clone().requires_grad_()
+    sums = drafter_loss(rows, head, targets, config, compiled)
+    (sums.numerator / sums.weight).backward()
+
+    if scheme == "dpace":
+        weights, step_weight = dpace_by_hand(hidden, head, targets), counted.sum()
+    else:
+        weights = decay_weights(8, config.decay_gamma).to(CUDA) * counted[:, 1:]
+        step_weight = weights.sum()
+    assert sums.weight.item() == pytest.approx(step_weight.item(), rel=1e-5)
+    exact = plain_gradient(hidden.double(), head.double(), targets, weights / step_weight)
+    error = (rows.grad.double() - exact).norm()
+    plain_error = (plain_gradient(hidden, head, targets, weights / step_weight).double() - exact).norm()
+    assert error <= 1.2 * plain_error
+
+
+def plain_gradient(hidden: Tensor, head: Tensor, targets: BlockTargets, weights: Tensor) -> Tensor:
+    """Straightforward PyTorch in the precision of its arguments; weights [N, S] of the slots, S = B - 1."""
+    rows = hidden.detach().clone().requires_grad_()
+    logits = functional.linear(rows, head)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = functional.cross_entropy(logits, targets.labels.flatten(), reduction="none").view_as(targets.labels)
+    (losses[:, 1:] * weights).sum().backward()
+    return rows.grad
+
+
+def dpace_by_hand(hidden: Tensor, head: Tensor, targets: BlockTargets) -> Tensor:
+    """D-PACE weights at alpha 0.5 from float64 losses, slot by slot."""
+    losses = functional.cross_entropy((hidden.double() @ head.double().t()), targets.labels.flatten(), reduction="none")
+    losses = losses.view_as(targets.labels)[:, 1:].tolist()
+    counted = targets.counted[:, 1:].tolist()
+    weights = torch.zeros(len(losses), len(losses[0]), dtype=torch.float64)
+    for block, row in enumerate(losses):
+        reach = 1.0
+        for slot, loss in enumerate(row):
+            if counted[block][slot]:
+                reach *= 0.5 * float(torch.tensor(-loss).exp()) + 0.5
+                weights[block, : slot + 1] += reach
+    return weights.to(hidden.device)
