@@ -46,6 +46,8 @@ def run_command(arguments: Sequence[str]) -> int:
     listen = ListenAddress.parse(args.listen)
     token = read_token(args.token_file)
     listen.require_token(token)
+    if args.port_file is not None and args.port_file.is_file():
+        args.port_file.unlink()  # of an earlier server: nobody may take it for this one's
     return _serve(args, target, listen, token, data_roots(args.data_root, data, listen))
 
 

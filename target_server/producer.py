@@ -68,11 +68,19 @@ class Producer:
                 a device is in no state to go on.
         """
         while (work := self._queue.next_work()) is not None:
-            try:
-                self._compute(work, self._catalog.get(work.stream))
-            except BaseException:
-                self._queue.abandon(work)
-                raise
+            self.compute(work)
+
+    def compute(self, work: Work) -> None:
+        """Compute one pack and put it on the shelf, or set it aside for ever.
+
+        Raises:
+            As `run`; the slot is empty then.
+        """
+        try:
+            self._compute(work, self._catalog.get(work.stream))
+        except BaseException:
+            self._queue.abandon(work)
+            raise
 
     def _compute(self, work: Work, stream: Stream) -> None:
         pack = stream.sequence.pack(work.sequence_number)

@@ -114,10 +114,10 @@ class TargetServer:
             SlipstreamError: whatever ended the engine; the process must end with it.
         """
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._grpc.start()
-        _write_port_file(self._settings.port_file, self.address)
-        self._engine.start()
         try:
+            self._grpc.start()
+            _write_port_file(self._settings.port_file, self.address)
+            self._engine.start()
             self._ended.wait()
             if self._failure is None:
                 self._drain()
@@ -203,7 +203,8 @@ class TargetServer:
         self._queue.close()
         self._grpc.stop(_STOP_GRACE_SECONDS).wait()
         # A model that is still being loaded cannot be interrupted; a forward ends soon.
-        self._engine.join(timeout=_STOP_GRACE_SECONDS)
+        if self._engine.ident is not None:
+            self._engine.join(timeout=_STOP_GRACE_SECONDS)
         if self._served is not None:
             self._served.close()
         self._store.close()

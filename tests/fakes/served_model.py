@@ -14,10 +14,10 @@ HIDDEN_SIZE = 64
 PACK_TOKENS = 128
 
 
-def write_tiny_target(directory: Path) -> Path:
+def write_tiny_target(directory: Path, *, num_layers: int = 4, hidden_size: int = HIDDEN_SIZE) -> Path:
     """A tiny Llama in float32 with a chat template; returns the directory."""
     tokenizer = build_tiny_tokenizer(directory)
-    save_tiny_model(directory, vocab_size=len(tokenizer), hidden_size=HIDDEN_SIZE)
+    save_tiny_model(directory, vocab_size=len(tokenizer), num_layers=num_layers, hidden_size=hidden_size)
     return directory
 
 
@@ -33,6 +33,6 @@ def write_conversations(path: Path, count: int = 60, seed: int = 0) -> Path:
     return path
 
 
-def data_spec_json(conversations: Path, *, seed: int = 0) -> str:
+def data_spec_json(conversations: Path, *, seed: int = 0, pack_tokens: int = PACK_TOKENS) -> str:
     """What a trainer sends for these conversations."""
-    return canonical_json(DataSpec(files=(str(conversations),), seed=seed, pack_tokens=PACK_TOKENS))
+    return canonical_json(DataSpec(files=(str(conversations),), seed=seed, pack_tokens=pack_tokens))

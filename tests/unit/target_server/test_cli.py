@@ -1,0 +1,131 @@
+"""Flags become settings, and what cannot be served is refused in words."""
+
+import argparse
+import socket
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import SlipstreamError
+from slipstream.listen import ListenAddress
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import DataSpec, TargetSpec
+from target_server.cli import choose_shelf_bytes, data_roots, main, parse_size, read_target, run_command
+
+RECIPE = """
+name = "run"
+[target]
+model = "./model"
+[data]
+files = ["data/a.jsonl", "data/b.jsonl", "/elsewhere/c.jsonl"]
+[train]
+max_steps = 10
+"""
+
+
+def test_the_target_comes_from_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    target, data = read_target(recipe, None, ["target.dtype=float32"])
+    assert target == TargetSpec(model=str(tmp_path / "model"), dtype="float32")
+    assert data is not None and data.files[0] == str(tmp_path / "data/a.jsonl")
+    target, _ = read_target(recipe, "other/model", [])
+    assert target.model == "other/model", "a flag starts at the working directory, not at the recipe's"
+
+
+def test_a_model_needs_no_recipe() -> None:
+    assert read_target(None, "m", ["target.dtype=float16"]) == (TargetSpec(model="m", dtype="float16"), None)
+
+
+@pytest.mark.parametrize(
+    "model, overrides, words",
+    [
+        (None, [], "neither a recipe nor a model"),
+        ("m", ["train.max_steps=1"], "only \\[target\\] can be overridden, not train"),
+        ("m", ["target.dtype=float33"], "target.dtype: found .*'bfloat16'"),
+        ("m", ["target.dtyp=float32"], "target.dtyp: unknown key"),
+        ("m", ["nonsense"], "not of the form key=value"),
+    ],
+)
+def test_a_target_that_is_none(model: str | None, overrides: list[str], words: str) -> None:
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        read_target(None, model, overrides)
+    assert caught.value.reason is Reason.SPEC_INVALID
+
+
+def test_who_may_name_which_files() -> None:
+    data = DataSpec(files=("/data/a.jsonl", "/data/b.jsonl", "/more/c.jsonl"))
+    here, network = ListenAddress("127.0.0.1", 1), ListenAddress("10.0.0.1", 1)
+    assert data_roots(None, data, here) is None
+    assert data_roots(None, data, network) == (Path("/data"), Path("/more"))
+    assert data_roots(None, None, network) == ()
+    assert data_roots([Path("/only")], data, here) == (Path("/only"),)
+
+
+@pytest.mark.parametrize("text, size", [("1024", 1024), ("512MiB", 2**29), ("1.5 GiB", 3 * 2**29)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4GB", "lots", "1e9"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        parse_size(text)
+
+
+def test_the_default_shelf_leaves_half_of_shared_memory(tmp_path: Path) -> None:
+    assert choose_shelf_bytes(123, tmp_path) == 123
+    assert choose_shelf_bytes(None, None) == 4 * 2**30
+    assert 0 < choose_shelf_bytes(None, tmp_path) <= 4 * 2**30
+
+
+@pytest.mark.parametrize("flag", ["--threads", "--drain-seconds", "--subscription-timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
+def test_numbers_that_are_none(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_command(["serve", "--model", "m", flag, value])
+    assert caught.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+def serve(tmp_path: Path, *more: str) -> list[str]:
+    return [
+        "serve",
+        "--model",
+        str(tmp_path / "nothing"),
+        "--ledger",
+        str(tmp_path / "ledger.sqlite"),
+        "--no-shm",
+        *more,
+    ]
+
+
+def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    with pytest.raises(SlipstreamError, match="no token is set"):
+        run_command(serve(tmp_path, "--listen", "0.0.0.0:0"))
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SlipstreamError, match=f"{address} is in use") as caught:
+            run_command(serve(tmp_path, "--listen", address))
+    assert caught.value.reason is Reason.PORT_IN_USE
+
+
+def test_a_port_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="port file"):
+        run_command(serve(tmp_path, "--listen", "127.0.0.1:0", "--port-file", str(tmp_path / "no" / "port")))
+
+
+def test_a_model_that_does_not_exist_ends_the_process_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["target-server", *serve(tmp_path, "--listen", "127.0.0.1:0")])
+    assert main() == 3
+    error = capsys.readouterr().err
+    assert "nothing' does not exist" in error
+    assert "Traceback" not in error

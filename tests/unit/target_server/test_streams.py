@@ -1,0 +1,276 @@
+"""Streams on a real tiny target: identity, layers, the shelf's budget; and the engine that fills their slots."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.wire.codec import checksum, view_tensor
+from target_server.fixed_payloads import FixedPayloadStore, probe_tensor
+from target_server.lease_book import DeliveryState, LeaseBook
+from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
+from target_server.ledger_store import LedgerStore
+from target_server.producer import Producer, Throughput
+from target_server.service import _terms
+from target_server.streams import MIN_SLOTS, StreamCatalog
+from target_server.subscription import SubscriptionTerms
+from target_server.target_model import TargetModel
+from target_server.work_queue import WorkQueue
+from tests.fakes.served_model import LAYERS, data_spec_json, write_conversations, write_tiny_target
+
+BUDGET = 2**20
+
+
+class Engine:
+    """A catalog with its ledger, an engine that runs when told, and a clock that stands still."""
+
+    def __init__(self, target: TargetModel, directory: Path, shelf_bytes: int = BUDGET) -> None:
+        self.now = 0.0
+        self.target = target
+        self.store = LedgerStore(directory / "ledger.sqlite")
+        book = LeaseBook(self.store, clock=lambda: self.now)
+        self.ledger = LeaseLedger(book)
+        self.queue = WorkQueue(book)
+        self.catalog = StreamCatalog(target, self.ledger, shelf_bytes=shelf_bytes, shm_dir=None, data_roots=None)
+        self.producer = Producer(target, self.queue, self.catalog)
+
+    def join(self, terms: SubscriptionTerms) -> tuple[str, str]:
+        """Open and seek; returns the subscription and the stream."""
+        stream = self.catalog.open(terms)
+        record = self.ledger.open(terms, stream.name, self.target.fingerprint, stream.end(terms.max_epochs))
+        self.ledger.seek(record.name, SeekTo(0, 0, record.incarnation))
+        return record.name, stream.name
+
+    def run(self, name: str, packs: int) -> None:
+        """Ask for packs and let the engine compute them."""
+        self.ledger.lease(name, Ask(1, packs))
+        while (work := self.queue.next_work(0.0)) is not None:
+            self.producer.compute(work)
+
+    def close(self) -> None:
+        self.catalog.close()
+        self.store.close()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    directory = write_tiny_target(tmp_path_factory.mktemp("model"))
+    return TargetModel.load(TargetSpec(model=str(directory), dtype="float32"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl", count=30)
+
+
+@pytest.fixture
+def engine(target: TargetModel, tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(target, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def terms(conversations: Path) -> SubscriptionTerms:
+    return SubscriptionTerms("a", data_spec_json(conversations), LAYERS, True, 1, max_epochs=1)
+
+
+def refused(call: Callable[[], object], words: str, reason: Reason) -> None:
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        call()
+    assert caught.value.reason is reason
+
+
+def test_the_content_makes_the_stream_not_its_place(
+    engine: Engine, terms: SubscriptionTerms, conversations: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / conversations.name
+    copy.write_bytes(conversations.read_bytes())
+    stream = engine.catalog.open(terms)
+    assert engine.catalog.open(replace(terms, data_spec_json=data_spec_json(copy))) is stream
+    other = engine.catalog.open(replace(terms, data_spec_json=data_spec_json(conversations, seed=1)))
+    assert other.name != stream.name
+
+
+def test_a_changed_file_is_another_stream(engine: Engine, terms: SubscriptionTerms, tmp_path: Path) -> None:
+    path = write_conversations(tmp_path / "mine.jsonl", count=30)
+    mine = replace(terms, data_spec_json=data_spec_json(path))
+    before = engine.catalog.open(mine)
+    write_conversations(path, count=31)
+    assert engine.catalog.open(mine).name != before.name
+
+
+def test_what_the_engine_writes_is_what_the_target_gives(engine: Engine, terms: SubscriptionTerms) -> None:
+    name, stream_name = engine.join(terms)
+    engine.run(name, packs=2)
+    stream = engine.catalog.get(stream_name)
+    leases = engine.ledger.lease(name, Ask(1, 2)).leases
+    assert [lease.sequence_number for lease in leases] == [0, 1]
+    for lease in leases:
+        pack = stream.sequence.pack(lease.sequence_number)
+        expected = {
+            "input_ids": torch.from_numpy(pack.token_ids),
+            "loss_mask": torch.from_numpy(pack.loss_mask),
+            "document_ids": torch.from_numpy(pack.document_ids),
+            "position_ids": torch.from_numpy(pack.position_ids),
+            **engine.target.capture(pack.token_ids, pack.document_lengths, LAYERS, True),
+        }
+        slot = stream.arena.slot(lease.slot.index)
+        manifest = stream.manifest(lease.sequence_number, lease.slot.index, lease.facts, checksums=True)
+        assert manifest.num_tokens == pack.num_tokens
+        assert manifest.num_supervised_tokens == pack.num_supervised
+        assert {spec.name for spec in manifest.tensors} == expected.keys()
+        for spec in manifest.tensors:
+            assert torch.equal(view_tensor(slot, spec), expected[spec.name]), spec.name
+            assert spec.crc32c == checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
+        plain = stream.manifest(lease.sequence_number, lease.slot.index, lease.facts, checksums=False)
+        assert not any(spec.crc32c for spec in plain.tensors)
+
+
+def test_runs_of_one_stream_read_the_same_layers(engine: Engine, terms: SubscriptionTerms) -> None:
+    engine.join(terms)
+    others = replace(terms, run="b", layer_ids=(1, 3), last_hidden_state=False)
+    refused(
+        lambda: engine.catalog.open(others),
+        r"layers \[0, 2\] and the last hidden state; run b asks for layers \[1, 3\]",
+        Reason.TARGET_INCOMPATIBLE,
+    )
+    engine.now += 31.0
+    assert engine.catalog.open(others).layer_ids == (1, 3), "nobody uses the stream any more"
+
+
+def test_a_stream_that_does_not_fit_is_refused_with_sizes(
+    target: TargetModel, terms: SubscriptionTerms, conversations: Path, tmp_path: Path
+) -> None:
+    slot = engine_slot_bytes(target, terms, tmp_path / "probe")
+    engine = Engine(target, tmp_path, shelf_bytes=(2 * MIN_SLOTS - 1) * slot)
+    engine.join(terms)
+    other = replace(terms, run="b", data_spec_json=data_spec_json(conversations, seed=1))
+    refused(
+        lambda: engine.catalog.open(other),
+        r"The shelf has .* MiB, of which 1 other .* at least 4",
+        Reason.OUT_OF_MEMORY,
+    )
+    engine.now += 31.0
+    name, _ = engine.join(other)
+    engine.run(name, packs=1)
+    assert engine.ledger.lease(name, Ask(1)).leases, "the idle stream made room"
+    assert engine.ledger.terms_without_shelf("subscriptions/a") == terms
+    engine.close()
+
+
+def engine_slot_bytes(target: TargetModel, terms: SubscriptionTerms, directory: Path) -> int:
+    directory.mkdir()
+    engine = Engine(target, directory)
+    size = engine.catalog.open(terms).arena.slot_bytes
+    engine.close()
+    return size
+
+
+def test_what_cannot_be_served_is_refused_in_words(
+    engine: Engine, terms: SubscriptionTerms, conversations: Path, tmp_path: Path
+) -> None:
+    def open_with(**changes: object) -> Callable[[], object]:
+        return lambda: engine.catalog.open(replace(terms, **changes))  # type: ignore[arg-type]
+
+    refused(open_with(layer_ids=(0, 4)), r"Layers \[4\].*layers 0 to 3", Reason.TARGET_INCOMPATIBLE)
+    refused(open_with(layer_ids=(), last_hidden_state=False), "no layer", Reason.SPEC_INVALID)
+    refused(open_with(data_spec_json="{"), "not valid", Reason.SPEC_INVALID)
+    refused(
+        open_with(data_spec_json=json.dumps({"files": ["x"], "pack_tokens": 5})),
+        "data.pack_tokens",
+        Reason.SPEC_INVALID,
+    )
+    refused(open_with(data_spec_json=data_spec_json(tmp_path / "none.jsonl")), "does not exist", Reason.DATA_INVALID)
+
+
+def test_a_document_beyond_the_targets_positions_is_refused_when_the_stream_opens(
+    engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.target, "max_document_tokens", 10)
+    refused(lambda: engine.catalog.open(terms), "only right up to 10", Reason.DATA_INVALID)
+
+
+def test_hidden_states_that_are_not_finite_are_quarantined(
+    tmp_path: Path, terms: SubscriptionTerms, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_tiny_target(tmp_path / "broken")
+    target = TargetModel.load(TargetSpec(model=str(directory), dtype="float32"), device="cpu")
+    engine = Engine(target, tmp_path)
+    name, stream_name = engine.join(terms)
+    pack = engine.catalog.get(stream_name).sequence.pack(0)
+    # A token that only pack 0 needs to have: every state after it is NaN.
+    with torch.no_grad():
+        target._model.get_input_embeddings().weight[pack.token_ids[0]] = float("nan")
+    with caplog.at_level("WARNING"):
+        engine.run(name, packs=1)
+    assert engine.ledger.lease(name, Ask(1)).quarantined[0] == 0
+    assert "pack_quarantined" in caplog.text
+    assert any(
+        pack.document_names == getattr(record, "slipstream_fields", {}).get("documents") for record in caplog.records
+    )
+    engine.close()
+
+
+def test_an_engine_that_fails_leaves_no_half_written_pack(
+    engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _ = engine.join(terms)
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("device-side assert")
+
+    engine.ledger.lease(name, Ask(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "capture", fail)
+        with pytest.raises(RuntimeError, match="device-side"):
+            engine.producer.run()
+    grant = engine.ledger.lease(name, Ask(1))
+    assert (grant.leases, grant.state) == ((), DeliveryState.ACTIVE)
+
+
+def test_fixed_payloads_never_change() -> None:
+    store = FixedPayloadStore(None)
+    payload = store.add("probe", {"probe": probe_tensor(4096)})
+    found = store.find(payload.token)
+    assert found is not None
+    assert torch.equal(view_tensor(found, payload.manifest.tensors[0]), probe_tensor(4096))
+    assert payload.manifest.tensors[0].crc32c == checksum(found)
+    assert store.find(b"fixed/other") is None
+    store.close()
+
+
+def test_throughput_counts_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("target_server.producer.time.monotonic", lambda: clock[0])
+    throughput = Throughput()
+    assert throughput.tokens_per_second("s") == 0.0
+    for _ in range(5):
+        throughput.note("s", 200)
+        throughput.note("other", 1000)
+        clock[0] += 0.5
+    assert throughput.tokens_per_second("s") == pytest.approx(4 * 200 / 2.5)
+    clock[0] += 60.0
+    assert throughput.tokens_per_second("s") == 0.0
+
+
+@pytest.mark.parametrize("run", ["", "runs/", "a", "runs/A", "runs/a/b", "runs/" + "a" * 64, "runs/-a"])
+def test_names_that_are_none(run: str) -> None:
+    request = pb.OpenSubscriptionRequest(run=run, packs_per_step=1)
+    refused(lambda: _terms(request), "not the name of a run", Reason.SPEC_INVALID)
+
+
+def test_layers_are_sorted_and_a_group_needs_its_start() -> None:
+    request = pb.OpenSubscriptionRequest(
+        run="runs/a", packs_per_step=2, layer_ids=[3, 1, 3], group="x", group_size=2, max_epochs=3
+    )
+    terms = _terms(request)
+    assert (terms.layer_ids, terms.group, terms.group_size) == ((1, 3), "", 0)
+    refused(lambda: _terms(pb.OpenSubscriptionRequest(run="runs/a")), "packs_per_step is 0", Reason.SPEC_INVALID)
