@@ -210,7 +210,7 @@ def drafter_loss(
 
 def _fixed_weights(config: LossConfig, device: torch.device) -> Tensor:
     if config.slot_weights == "decay":
-        return decay_weights(config.block_size, config.decay_gamma).to(device, non_blocking=True)
+        return decay_weights(config.block_size, config.decay_gamma, device)
     return torch.ones(config.block_size - 1, device=device)
 
 

@@ -14,9 +14,9 @@ def default_decay_gamma(block_size: int) -> float:
     return _GAMMA_BY_BLOCK_SIZE.get(block_size, block_size / 2)
 
 
-def decay_weights(block_size: int, gamma: float) -> Tensor:
-    """exp(-(k - 1) / gamma) for k = 1 ... B - 1, float32 [S]."""
-    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+def decay_weights(block_size: int, gamma: float, device: torch.device | str = "cpu") -> Tensor:
+    """exp(-(k - 1) / gamma) for k = 1 ... B - 1, float32 [S]; made on `device`, nothing is copied there."""
+    return torch.exp(torch.arange(block_size - 1, dtype=torch.float32, device=device) / -gamma)
 
 
 def dpace_weights(cross_entropy: Tensor, counted: Tensor, alpha: float) -> Tensor:

@@ -184,7 +184,7 @@ def test_the_compiled_loss_is_as_exact_as_plain_pytorch(dtype: torch.dtype, sche
     if scheme == "dpace":
         weights, step_weight = dpace_by_hand(hidden, head, targets), counted.sum()
     else:
-        weights = decay_weights(8, config.decay_gamma).to(CUDA) * counted[:, 1:]
+        weights = decay_weights(8, config.decay_gamma, CUDA) * counted[:, 1:]
         step_weight = weights.sum()
     assert sums.weight.item() == pytest.approx(step_weight.item(), rel=1e-5)
     exact = plain_gradient(hidden.double(), head.double(), targets, weights / step_weight)
