@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from drafter_trainer.drafter_config import DrafterConfig
     from slipstream.run_spec.spec import RunSpec
     from slipstream.target_loading import LoadedTarget
+    from slipstream.wire.target_config import TargetConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,41 +123,37 @@ def load_drafters(
     from drafter_trainer.checkpoint import load_drafter_weights
     from drafter_trainer.drafter import DFlashDrafter, initialise_weights
     from drafter_trainer.drafter_config import DrafterConfig
+    from slipstream.target_facts import read_frozen_weights, read_target_facts
 
     text, weights = load_drafter_weights(directory)
     config = DrafterConfig.from_json(text)
-    check_fits(config, target)
-    model = target.model
+    target_config = read_target_facts(target.model, target.tokenizer).config
+    check_fits(config, target_config)
     drafters = {}
     if untrained:
         first = DFlashDrafter(config)
-        initialise_weights(first, spec.train.seed, target.final_norm_weight())
+        final_norm = read_frozen_weights(target.model, target_config)["norm.weight"]
+        initialise_weights(first, spec.train.seed, final_norm.float())
         drafters["untrained"] = first
     trained = DFlashDrafter(config)
     trained.load_state_dict(weights)
     drafters["trained"] = trained
-    return {name: drafter.to(model.device, model.dtype).eval() for name, drafter in drafters.items()}
+    return {name: drafter.to(target.model.device, target.model.dtype).eval() for name, drafter in drafters.items()}
 
 
-def check_fits(config: "DrafterConfig", target: "LoadedTarget") -> None:
-    """Compare sizes of drafter and target.
+def check_fits(config: "DrafterConfig", target: "TargetConfig") -> None:
+    """Compare the sizes of drafter and target.
 
     Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, with what was expected and found.
+        SlipstreamError: TARGET_INCOMPATIBLE, with what was found and expected.
     """
-    from slipstream.target_loading import decoder_layers
-
-    found = {
-        "vocabulary rows": target.model.get_output_embeddings().weight.shape[0],
-        "hidden size": target.model.get_output_embeddings().weight.shape[1],
-        "layers": len(decoder_layers(target.model)),
+    pairs = {
+        "vocabulary rows": (target.vocab_size, config.vocab_size),
+        "hidden size": (target.hidden_size, config.hidden_size),
+        "layers": (target.num_layers, config.num_target_layers),
+        "model type": (target.model_type, config.target_model_type),
     }
-    expected = {
-        "vocabulary rows": config.vocab_size,
-        "hidden size": config.hidden_size,
-        "layers": config.num_target_layers,
-    }
-    wrong = [f"{name} {found[name]} (expected {expected[name]})" for name in found if found[name] != expected[name]]
+    wrong = [f"{name} {found} (expected {expected})" for name, (found, expected) in pairs.items() if found != expected]
     if wrong:
         raise SlipstreamError(
             f"the target does not fit the drafter: {', '.join(wrong)}",

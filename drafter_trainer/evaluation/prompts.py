@@ -63,7 +63,7 @@ def _parse(line: str, where: str, default_source: str) -> Prompt:
     messages = record.get("messages")
     if messages is None and isinstance(record.get("prompt"), str):
         messages = [{"role": "user", "content": record["prompt"]}]
-    if not _are_messages(messages):
+    if not isinstance(messages, list) or not _are_messages(messages):
         raise _invalid(
             f"{where} has neither `messages` (role and content, both text, the last from the user) nor a `prompt`",
             "Mend or remove the line.",
@@ -72,10 +72,9 @@ def _parse(line: str, where: str, default_source: str) -> Prompt:
     return Prompt(str(record.get("id", where)), str(record.get("source", default_source)), kept)
 
 
-def _are_messages(messages: Any) -> bool:
+def _are_messages(messages: list[Any]) -> bool:
     return (
-        isinstance(messages, list)
-        and bool(messages)
+        bool(messages)
         and all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages)
         and messages[-1]["role"] == "user"
     )

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget
 from slipstream.wire.target_config import TargetConfig, frozen_weight_names
-from target_server.target_facts import read_frozen_weights, read_target_facts
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import VOCAB_SIZE, layer_outputs, load_tiny_target, save_tiny_target
 
