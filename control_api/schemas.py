@@ -1,0 +1,498 @@
+"""What travels over REST: bodies that clients send (…Create, …Update, …Report) and resources they read (…Public)."""
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
+
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import Condition, DesiredState, RunState, Verb
+
+TRAINER_PROTOCOL_VERSION = 1
+"""Agents of another version are refused when they register."""
+MAX_METRICS_PER_HEARTBEAT = 200
+MAX_EVENTS_PER_HEARTBEAT = 100
+MAX_CHECKPOINTS = 1000
+
+_LARGEST = 2**53 - 1  # what every JSON reader holds exactly, and SQLite stores
+_DEEPEST = 20
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what json.loads reads but JSON cannot say (NaN), half characters, and nesting that exhausts a stack."""
+    if _depth(value) > _DEEPEST:
+        raise ValueError(f"nested deeper than {_DEEPEST} levels")
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _depth(value: Any, above: int = 0) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if above > _DEEPEST:
+        return above
+    return max((_depth(one, above + 1) for one in inner), default=above)
+
+
+Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
+ShortText = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$",
+        description="Lower case letters, digits, dot, dash, underscore; at most 63.",
+    ),
+]
+Count = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
+Moment = Annotated[
+    datetime,
+    PlainSerializer(
+        lambda moment: moment.astimezone(UTC).isoformat(timespec="milliseconds"), return_type=str, when_used="json"
+    ),
+]
+
+
+class Body(BaseModel):
+    """Base of what clients send: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Resource(BaseModel):
+    """Base of what clients read."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+# ---- problems
+
+
+class FieldError(Resource):
+    """One thing that is wrong with a request."""
+
+    location: str
+    """Dotted path: `body.spec.train.max_steps`, `query.page_size`."""
+    detail: str
+
+
+class Problem(Resource):
+    """RFC 9457 problem details; every answer that is not a success."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    reason: Reason
+    trace_id: str
+    """Also in the header X-Trace-Id and in the server's log."""
+    current_state: RunState | None = None
+    """Of the run, when its state is why the request was refused."""
+    allowed_verbs: list[Verb] | None = None
+    """What that state permits."""
+    errors: list[FieldError] | None = None
+
+
+# ---- targets
+
+TargetStatus = Literal["UNKNOWN", "REACHABLE", "LOADING", "DRAINING", "UNREACHABLE", "INCOMPATIBLE"]
+
+
+class TargetCreate(Body):
+    """A target server to register."""
+
+    name: Name
+    address: Annotated[str, Field(max_length=255, examples=["127.0.0.1:50051"])]
+    """HOST:PORT or unix:PATH, as trainers reach it."""
+
+
+class TargetPublic(Resource):
+    """A registered target server, and what it said when it was asked last."""
+
+    name: str
+    address: str
+    status: TargetStatus
+    detail: str
+    """Why it is not REACHABLE; empty otherwise."""
+    model: str | None
+    revision: str | None
+    fingerprint: str | None
+    server_version: str | None
+    checked_at: Moment | None
+    created_at: Moment
+
+
+# ---- runs
+
+
+class RunCreate(Body):
+    """A run to start: a definition (`spec`) or a recipe (`recipe`, TOML), never both."""
+
+    target: Name
+    """A registered target."""
+    spec: JsonObject | None = None
+    """The run definition as JSON; the schema RunSpec, read strictly."""
+    recipe: Annotated[str, Field(max_length=200_000)] | None = None
+    """Text of a recipe."""
+    overrides: Annotated[list[Annotated[str, Field(max_length=10_000)]], Field(max_length=200)] = []
+    """`dotted.key=value`, as after --set; applied to the spec or recipe in order."""
+    note: Text = ""
+
+    @model_validator(mode="after")
+    def _defined_once(self) -> Self:
+        if (self.spec is None) == (self.recipe is None):
+            raise ValueError("give either spec or recipe")
+        return self
+
+
+class RunUpdate(Body):
+    """What may change on a run; its definition never does."""
+
+    note: Text | None = None
+    target: Name | None = None
+    """Another registered target that serves the same model; only while no trainer works on the run."""
+
+
+class ConditionPublic(Resource):
+    """Something worth saying beside the state."""
+
+    type: Condition
+    message: str
+    since: Moment
+
+
+class Progress(Resource):
+    """How far a run is."""
+
+    step: int
+    """Optimizer steps trained."""
+    max_steps: int | None
+    """Steps of the whole run; null until the trainer has counted the data of a run that ends by epochs."""
+    fraction: float | None
+    eta_seconds: float | None
+
+
+class Throughput(Resource):
+    """Over the last records of the metrics."""
+
+    trainer_tokens_per_second: float
+    data_wait_ratio: float
+    """Share of the time in which the trainer waited for packs."""
+
+
+class RunPublic(Resource):
+    """A run."""
+
+    name: str
+    target: str
+    state: RunState
+    desired_state: DesiredState
+    allowed_verbs: list[Verb]
+    reason: Reason | None
+    """Why it failed."""
+    message: str
+    """The same in words, with the remedy."""
+    note: str
+    directory: str
+    """Name of its directory below the trainer's directory of runs; differs from `name` when that was used before."""
+    progress: Progress
+    throughput: Throughput | None
+    latest_metrics: dict[str, Any] | None
+    """The newest record of metrics.jsonl."""
+    conditions: list[ConditionPublic]
+    trainers: list[str]
+    latest_checkpoint_step: int | None
+    event_cursor: str
+    """Give this as `cursor` to events:stream to receive what happens after this answer."""
+    created_at: Moment
+    updated_at: Moment
+
+
+class StateChange(Resource):
+    """One line of a run's history."""
+
+    state: RunState
+    cause: str
+    """A verb, or an event of the system."""
+    reason: Reason | None
+    message: str
+    time: Moment
+
+
+class RunDetail(RunPublic):
+    """A run with its definition and its history."""
+
+    spec: dict[str, Any]
+    history: list[StateChange]
+
+
+# ---- trainers
+
+
+class Device(Body):
+    """A device that a trainer may use."""
+
+    kind: Literal["cpu", "cuda"]
+    index: Annotated[int, Field(strict=True, ge=0, le=1024)] = 0
+    name: Annotated[str, Field(max_length=255)] = ""
+    memory_bytes: Count | None = None
+
+
+class TrainerRegister(Body):
+    """A trainer agent says who it is. Sent at its start, and again whenever a heartbeat answers TRAINER_UNKNOWN."""
+
+    name: Name
+    instance_id: ShortText
+    """Kept in the agent's state directory: an agent that is started again is the same instance; another agent with the
+    same name is not, and is refused while the first one is heard of."""
+    protocol_version: Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+    host: ShortText
+    storage: ShortText
+    """Identity of the directory of runs (content of a marker file in it). A run with checkpoints goes only to trainers
+    of the storage that holds them."""
+    devices: Annotated[list[Device], Field(min_length=1, max_length=64)]
+    versions: Annotated[dict[ShortText, ShortText], Field(max_length=32)] = {}
+    """For people: slipstream, torch, python."""
+
+
+TrainerStatus = Literal["FREE", "BUSY", "LEAVING", "LOST"]
+
+
+class TrainerPublic(Resource):
+    """A trainer agent."""
+
+    name: str
+    host: str
+    storage: str
+    status: TrainerStatus
+    run: str | None
+    assignment: int | None
+    devices: list[Device]
+    versions: dict[str, str]
+    protocol_version: int
+    last_seen_at: Moment
+    registered_at: Moment
+
+
+class TrainerAttach(Body):
+    """Give a trainer a run."""
+
+    run: Name
+
+
+ObservedState = Literal["STARTING", "RUNNING", "PAUSED", "STOPPED", "SUCCEEDED", "FAILED"]
+
+
+class ReportedProgress(Body):
+    """How far the child is."""
+
+    step: Count
+    """Steps trained, counted from step 0 of the run."""
+    total_steps: Annotated[int, Field(strict=True, ge=1, le=_LARGEST)] | None = None
+    """Once the child knows it."""
+
+
+class MetricBatch(Body):
+    """Consecutive lines of metrics.jsonl."""
+
+    first_index: Count
+    """Zero-based line number of the first record."""
+    records: Annotated[list[JsonObject], Field(max_length=MAX_METRICS_PER_HEARTBEAT)]
+    """The lines, parsed; each has integers `step` and `incarnation`."""
+
+    @model_validator(mode="after")
+    def _identified(self) -> Self:
+        for position, record in enumerate(self.records):
+            for key in ("step", "incarnation"):
+                value = record.get(key)
+                if type(value) is not int or not 0 <= value <= _LARGEST:
+                    raise ValueError(f"records.{position}: {key} is {value!r}, expected an integer from 0")
+        return self
+
+
+class TrainerEvent(Body):
+    """Something that happened at the trainer. Sent until a heartbeat was answered; the id makes that harmless."""
+
+    id: ShortText
+    type: Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
+    message: Text = ""
+    time: AwareDatetime
+    data: JsonObject = {}
+
+
+class ReportedCheckpoint(Body):
+    """A complete checkpoint on disk."""
+
+    step: Count
+    incarnation: Count
+    path: ShortText
+    saved_at: AwareDatetime
+
+
+class ChildExit(Body):
+    """How a training process of this assignment ended, other than in order."""
+
+    child: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    """1 for the first process of the assignment, and so on."""
+    exit_code: Annotated[int, Field(strict=True, ge=-255, le=255)] | None = None
+    """Negative: the signal that killed it."""
+    reason: Reason = Reason.INTERNAL
+    message: Text = ""
+    remedy: Text = ""
+    log_tail: Annotated[list[Text], Field(max_length=100)] = []
+    will_restart: bool
+    """True: the agent starts another child. False goes with state FAILED."""
+
+
+class AssignmentReport(Body):
+    """What a trainer says about the assignment it works on."""
+
+    assignment: Annotated[int, Field(strict=True, ge=1, le=_LARGEST)]
+    state: ObservedState
+    progress: ReportedProgress | None = None
+    target_unreachable: bool = False
+    """The child waits for its target."""
+    metrics: MetricBatch | None = None
+    events: Annotated[list[TrainerEvent], Field(max_length=MAX_EVENTS_PER_HEARTBEAT)] = []
+    checkpoints: Annotated[list[ReportedCheckpoint], Field(max_length=MAX_CHECKPOINTS)] | None = None
+    """All complete checkpoints in the run directory; null: unchanged since the last report that was answered."""
+    exit: ChildExit | None = None
+    """The newest abnormal exit of a child; stays in the reports until the next one."""
+
+    @model_validator(mode="after")
+    def _failure_is_explained(self) -> Self:
+        if self.state == "FAILED" and (self.exit is None or self.exit.will_restart):
+            raise ValueError("state FAILED needs an exit with will_restart = false")
+        return self
+
+
+class HeartbeatReport(Body):
+    """Sent every `heartbeat_seconds`."""
+
+    instance_id: ShortText
+    leaving: bool = False
+    """The agent was told to shut down: it gets no new assignment."""
+    report: AssignmentReport | None = None
+    """Null while the agent works on nothing."""
+
+
+class AssignedTarget(Resource):
+    """Where the child finds its hidden states."""
+
+    name: str
+    address: str
+
+
+class Assignment(Resource):
+    """What a trainer is to work on."""
+
+    id: int
+    run: str
+    attempt: int
+    """Counts the assignments of the run from 1; names the directory of its logs."""
+    desired_state: DesiredState
+    directory: str
+    """The run's directory below the agent's directory of runs."""
+    spec: dict[str, Any]
+    """The run definition for the child, complete; its `name` is `directory`."""
+    target: AssignedTarget
+    next_metric_index: int
+    """The line of metrics.jsonl to send next."""
+
+
+class Acknowledged(Resource):
+    """What has been stored of the report."""
+
+    assignment: int
+    next_metric_index: int
+    """The line of metrics.jsonl to send next; all before it are stored."""
+
+
+class HeartbeatAnswer(Resource):
+    """What the agent is to do. It stops whatever child the answer does not name."""
+
+    assignment: Assignment | None
+    acknowledged: Acknowledged | None
+    """Of the reported assignment; null when there was no report, or its run is gone."""
+    heartbeat_seconds: float
+
+
+# ---- what a run leaves behind
+
+
+class CheckpointPublic(Resource):
+    """A checkpoint of a run."""
+
+    step: int
+    incarnation: int
+    path: str
+    """On the trainer's host."""
+    storage: str
+    saved_at: Moment
+
+
+class MetricPublic(Resource):
+    """One step as it was measured. A step that was trained again after a resume has several; the last one counts."""
+
+    step: int
+    incarnation: int
+    record: dict[str, Any]
+    """The line of metrics.jsonl."""
+
+
+class EventPublic(Resource):
+    """Something that happened to a run."""
+
+    id: int
+    """Grows with every event of the run."""
+    time: Moment
+    source: str
+    """`control-api`, or the trainer's name."""
+    type: str
+    message: str
+    data: dict[str, Any]
+
+
+class TargetList(Resource):
+    """A page."""
+
+    targets: list[TargetPublic]
+    next_page_token: str | None
+
+
+class RunList(Resource):
+    """A page."""
+
+    runs: list[RunPublic]
+    next_page_token: str | None
+
+
+class TrainerList(Resource):
+    """A page."""
+
+    trainers: list[TrainerPublic]
+    next_page_token: str | None
+
+
+class CheckpointList(Resource):
+    """A page, oldest first."""
+
+    checkpoints: list[CheckpointPublic]
+    next_page_token: str | None
+
+
+class MetricList(Resource):
+    """A page, in the order of arrival."""
+
+    metrics: list[MetricPublic]
+    next_page_token: str | None
+
+
+class EventList(Resource):
+    """A page, oldest first."""
+
+    events: list[EventPublic]
+    next_page_token: str | None
