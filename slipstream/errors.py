@@ -9,6 +9,10 @@ _EXIT_CODES = {
     Reason.PATH_NOT_ALLOWED: 3,
     Reason.ENVIRONMENT_UNSUPPORTED: 4,
     Reason.PORT_IN_USE: 4,
+    Reason.DATABASE_INVALID: 4,
+    Reason.DATABASE_NEWER: 4,
+    Reason.DATABASE_LOCKED: 4,
+    Reason.DATABASE_READ_ONLY: 4,
     Reason.DISK_FULL: 5,
     Reason.OUT_OF_MEMORY: 6,
     Reason.INCARNATION_STALE: 7,
@@ -34,6 +38,10 @@ class SlipstreamError(Exception):
         self.reason = reason
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the way from a worker process to its parent."""
+        return _restore, (self.message, self.reason, self.remedy)
+
     @property
     def exit_code(self) -> int:
         """Exit status for a command line: 2 usage, 3 input, 4 machine, 5 disk, 6 memory, 7 stale, 8 target, else 1."""
@@ -41,3 +49,7 @@ class SlipstreamError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
+
+
+def _restore(message: str, reason: Reason, remedy: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=reason, remedy=remedy)

@@ -2,8 +2,8 @@
 
     python tools/answer_prompts.py MODEL prompts.txt conversations.jsonl.gz
 
-MODEL is a local directory or a .gguf file; prompts.txt holds one prompt a line. The shipped demo conversations were made
-with it. Answers cut at --max-new-tokens are marked `"finished": false`: no end-of-turn token belongs there.
+MODEL is a local directory or a .gguf file; prompts.txt holds one prompt a line. The shipped demo conversations were
+made with it. Answers cut at --max-new-tokens are marked `"finished": false`: no end-of-turn token belongs there.
 """
 
 import argparse

@@ -172,9 +172,11 @@ def evaluate(plan: Plan) -> dict[str, Any]:
     """
     output = plan.directory / "eval.json"
     threads = plan.target_threads + plan.trainer_threads
+    # Decoding one prompt on a CPU keeps one core busy; on a GPU, one process does.
+    jobs = min(threads, 4) if plan.device == "cpu" else 1
     command = [
         *("drafter_trainer", "eval", str(plan.run_directory), "--compare-untrained", "--device", plan.device),
-        *("--threads", str(threads), "--output", str(output)),
+        *("--threads", str(threads), "--jobs", str(jobs), "--output", str(output)),
     ]
     with _process(command, threads, None) as evaluation:
         status = evaluation.wait()

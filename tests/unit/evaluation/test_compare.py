@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from drafter_trainer.evaluation.compare import PLAIN, Evaluator
+from drafter_trainer.evaluation.compare import PLAIN, Comparison, compare
+from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
 from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.report import print_report, to_dict, write_report
 from slipstream.target_loading import LoadedTarget
@@ -23,11 +24,13 @@ def prompts(*sources: str) -> list[Prompt]:
     ]
 
 
+def decode_all(target: LoadedTarget, chosen: list[Prompt], max_new_tokens: int) -> Comparison:
+    decoder = PromptDecoder(target, {"trained": random_drafter(target)}, max_new_tokens)
+    return compare(((prompt, decoder.decode(prompt)) for prompt in chosen), ["trained"], 0.0)
+
+
 def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTarget) -> None:
-    seen: list[int] = []
-    evaluator = Evaluator(tiny_target, {"trained": random_drafter(tiny_target)}, 10, 0.0)
-    comparison = evaluator.run(prompts("math", "code", "math"), seen.append)
-    assert seen == [1, 2, 3]
+    comparison = decode_all(tiny_target, prompts("math", "code", "math"), 10)
     assert comparison.lossless
     assert {source: tally.prompts for source, tally in comparison.tallies["trained"].items()} == {"math": 2, "code": 1}
     plain = comparison.tallies[PLAIN]["math"]
@@ -38,8 +41,7 @@ def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTar
 
 
 def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedTarget, tmp_path: Path) -> None:
-    evaluator = Evaluator(tiny_target, {"trained": random_drafter(tiny_target)}, 6, 0.0)
-    comparison = evaluator.run(prompts("math", "code"), lambda done: None)
+    comparison = decode_all(tiny_target, prompts("math", "code"), 6)
     write_report(tmp_path / "out" / "eval.json", to_dict(comparison, SETTINGS))
     report = json.loads((tmp_path / "out" / "eval.json").read_text())
     rows = report["results"]["trained"]

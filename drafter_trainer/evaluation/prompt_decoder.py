@@ -1,0 +1,180 @@
+"""Decodes prompts plainly and with each drafter, in this process or in several."""
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from drafter_trainer.checkpoint import load_drafter_weights
+from drafter_trainer.drafter import DFlashDrafter, initialise_weights
+from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.evaluation.compare import PLAIN
+from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
+from drafter_trainer.evaluation.prompts import Prompt
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_facts import read_frozen_weights, read_target_facts
+from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
+from slipstream.wire.target_config import TargetConfig
+
+TRAINED = "trained"
+UNTRAINED = "untrained"
+WARM_UP_TOKENS = 8
+"""Tokens decoded once by every way before anything is timed."""
+
+
+@dataclass(frozen=True)
+class DecodingPlan:
+    """What a process needs to decode: it loads target and drafters itself."""
+
+    checkpoint: Path
+    target: TargetSpec
+    device: str
+    threads: int
+    """CPU threads of each process."""
+    max_new_tokens: int
+    untrained_seed: int | None
+    """Decode also with the drafter's first weights, made from this seed."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Drafters by name, in the order of the table."""
+        return (TRAINED,) if self.untrained_seed is None else (UNTRAINED, TRAINED)
+
+
+def decode_prompts(
+    plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int
+) -> Iterator[tuple[Prompt, dict[str, Decoded]]]:
+    """Every prompt by every way of decoding, in any order.
+
+    Args:
+        plan: see there.
+        prompts: at least one.
+        jobs: processes; 1 decodes in this one. Decoding one prompt on a CPU uses one core, whatever its threads.
+
+    Raises:
+        SlipstreamError: what loading the checkpoint or the target raises.
+    """
+    if jobs == 1:
+        decoder = PromptDecoder.open(plan)
+        yield from ((prompt, decoder.decode(prompt)) for prompt in prompts)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting = {pool.submit(_decode_in_worker, plan, prompt): prompt for prompt in prompts}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _decode_in_worker(plan: DecodingPlan, prompt: Prompt) -> dict[str, Decoded]:
+    return _worker_decoder(plan).decode(prompt)
+
+
+@cache
+def _worker_decoder(plan: DecodingPlan) -> "PromptDecoder":
+    return PromptDecoder.open(plan)
+
+
+class PromptDecoder:
+    """One target with its drafters.
+
+    Args:
+        target: loaded, evaluation mode.
+        drafters: by label; all for this target, on its device and in its dtype.
+        max_new_tokens: per prompt.
+    """
+
+    def __init__(self, target: LoadedTarget, drafters: Mapping[str, DFlashDrafter], max_new_tokens: int) -> None:
+        self.target, self.drafters, self.max_new_tokens = target, dict(drafters), max_new_tokens
+        self._end_ids = end_ids(target)
+        self._embedding = target.model.get_input_embeddings().weight
+        self._head = target.model.get_output_embeddings().weight
+        self._warm = False
+
+    @classmethod
+    def open(cls, plan: DecodingPlan) -> "PromptDecoder":
+        """Load what the plan names.
+
+        Raises:
+            SlipstreamError: CHECKPOINT_INVALID; MODEL_INVALID; TARGET_INCOMPATIBLE, they do not belong together.
+        """
+        torch.set_num_threads(plan.threads)
+        # The small file first: a damaged checkpoint is found before minutes are spent on the target.
+        text, weights = load_drafter_weights(plan.checkpoint)
+        config = DrafterConfig.from_json(text)
+        target = load_causal_lm(plan.target, plan.device)
+        target_config = read_target_facts(target.model, target.tokenizer).config
+        check_fits(config, target_config)
+        drafters = {}
+        if plan.untrained_seed is not None:
+            drafters[UNTRAINED] = DFlashDrafter(config)
+            final_norm = read_frozen_weights(target.model, target_config)["norm.weight"]
+            initialise_weights(drafters[UNTRAINED], plan.untrained_seed, final_norm.float())
+        drafters[TRAINED] = DFlashDrafter(config)
+        drafters[TRAINED].load_state_dict(weights)
+        placed = {
+            name: drafter.to(target.model.device, target.model.dtype).eval() for name, drafter in drafters.items()
+        }
+        return cls(target, placed, plan.max_new_tokens)
+
+    def decode(self, prompt: Prompt) -> dict[str, Decoded]:
+        """One prompt by every way of decoding, by label; plain decoding under PLAIN."""
+        text = self.target.tokenizer.apply_chat_template(
+            list(prompt.messages), tokenize=False, add_generation_prompt=True
+        )
+        ids = torch.tensor(
+            self.target.tokenizer(text, add_special_tokens=False)["input_ids"], device=self.target.model.device
+        )
+        if not self._warm:
+            self._decode_all_ways(ids, WARM_UP_TOKENS)
+            self._warm = True
+        return self._decode_all_ways(ids, self.max_new_tokens)
+
+    def _decode_all_ways(self, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Decoded]:
+        ways: dict[str, DFlashDrafter | None] = {PLAIN: None, **self.drafters}
+        return {label: self._decode(ids, drafter, max_new_tokens) for label, drafter in ways.items()}
+
+    def _decode(self, ids: torch.Tensor, drafter: DFlashDrafter | None, max_new_tokens: int) -> Decoded:
+        layer_ids = drafter.config.target_layer_ids if drafter is not None else ()
+        cached = CachedTarget(self.target.model, decoder_layers(self.target.model), layer_ids)
+        block = BlockDrafter(drafter, self._embedding, self._head) if drafter is not None else None
+        try:
+            return decode_greedily(cached, block, ids, max_new_tokens, self._end_ids)
+        finally:
+            cached.close()
+
+
+def end_ids(target: LoadedTarget) -> frozenset[int]:
+    """Tokens that end an answer: the model's own and the tokenizer's."""
+    configured = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*listed, target.tokenizer.eos_token_id) if i is not None)
+
+
+def check_fits(config: DrafterConfig, target: TargetConfig) -> None:
+    """Compare the sizes of drafter and target.
+
+    Raises:
+        SlipstreamError: TARGET_INCOMPATIBLE, with what was found and expected.
+    """
+    pairs = {
+        "vocabulary rows": (target.vocab_size, config.vocab_size),
+        "hidden size": (target.hidden_size, config.hidden_size),
+        "layers": (target.num_layers, config.num_target_layers),
+        "model type": (target.model_type, config.target_model_type),
+    }
+    wrong = [f"{name} {found} (expected {expected})" for name, (found, expected) in pairs.items() if found != expected]
+    if wrong:
+        raise SlipstreamError(
+            f"the target does not fit the drafter: {', '.join(wrong)}",
+            reason=Reason.TARGET_INCOMPATIBLE,
+            remedy="Give the target that the drafter was trained for with --target-model.",
+        )
