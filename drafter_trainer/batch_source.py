@@ -263,15 +263,19 @@ class BatchSource:
         return TrainingPack(manifest.sequence_number, moved, Anchors(moved["anchor_positions"], moved["anchor_valid"]))
 
     def _read_payload(self, reference: PayloadRef) -> Mapping[str, Tensor] | None:
-        """The tensors in CPU memory. None: the lease is gone, or was given back because the bytes are wrong twice."""
+        """The tensors in CPU memory. None: the lease was lost or the bytes were wrong twice; it was given back."""
         try:
             return self._link.reader.read(reference, list(self._plan.tensor_shapes))
         except SlipstreamError as error:
+            if error.reason not in (Reason.PAYLOAD_CORRUPT, Reason.LEASE_LOST):
+                raise
+            # Given back even if it is lost already: a lease that only the server believes in would keep its pack from
+            # being delivered again until it runs out, while later packs fill the room that it needs.
             if error.reason is Reason.PAYLOAD_CORRUPT:
                 log_event(_log, "warning", "payload_corrupt", detail=error.message)
                 self._link.release([reference.token], pb.RELEASE_REASON_PACK_CORRUPT)
-            elif error.reason is not Reason.LEASE_LOST:
-                raise
+            else:
+                self._link.release([reference.token], pb.RELEASE_REASON_UNSPECIFIED)
         return None
 
     def _confirm(self, lease: batch_pb2.Lease) -> bool:

@@ -28,6 +28,8 @@ def target_address(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) 
     """A target server that the tests of a module share; every test names its own runs."""
     started = Processes()
     ledger = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    _, address = started.start_target_server(tiny_recipe, "--ledger", ledger, "--probe-bytes", "1MiB")
+    # Runs of one stream wait for each other while they count as present; those of earlier tests have gone.
+    flags = ("--ledger", ledger, "--probe-bytes", "1MiB", "--subscription-timeout", "1")
+    _, address = started.start_target_server(tiny_recipe, *flags)
     yield address
     started.close()

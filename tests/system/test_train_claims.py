@@ -168,6 +168,22 @@ def test_a_damaged_checkpoint_is_named(
     assert "Traceback" not in refused.output
 
 
+def test_a_run_whose_loss_is_not_finite_ends_in_words(
+    tiny_recipe: Path, target_address: str, processes: Processes, tmp_path: Path
+) -> None:
+    explosive = ("optimizer.learning_rate=1e38", "optimizer.warmup_fraction=0", "checkpoint.every_steps=1")
+    run = Trainer(processes, tiny_recipe, tmp_path, "name=explosive", *explosive)
+    process = run.start(target_address)
+    assert process.wait_exit() == 9, process.output
+    assert "3 steps in a row" in process.output and "step_not_applied step=1" in process.output
+    assert "packs=1 " in process.output, "the pack is not named"
+    records = run.records()
+    assert [record["applied"] for record in records] == [True, False, False, False]
+    assert [record["loss_hex"] for record in records[1:]] == ["nan"] * 3
+    kept = json.loads((tmp_path / "checkpoints" / "latest" / "state.json").read_text())
+    assert kept["loop"]["not_finite_in_row"] == 2 and kept["loop"]["not_finite_steps"] == 2
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint of the tiny run (0.6 MB), not for two."""

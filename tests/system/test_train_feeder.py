@@ -1,0 +1,250 @@
+"""The feeder against a real target server, with faults put between it and the payloads."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
+from drafter_trainer.device_copy import DeviceCopy
+from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.reasons import Reason
+from slipstream.wire.channel import TargetClient
+from slipstream.wire.codec import ByteArray
+from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
+
+LAYERS = (1, 2)
+SHAPES = payload_shapes([f"hidden_states.{layer}" for layer in LAYERS], 128, 64)
+
+
+class Heard(logging.Handler):
+    """An event that is set once something is logged."""
+
+    def __init__(self, event_name: str) -> None:
+        super().__init__()
+        self.event = threading.Event()
+        self._name = event_name
+        logging.getLogger("drafter_trainer").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() == self._name:
+            self.event.set()
+            logging.getLogger("drafter_trainer").removeHandler(self)
+
+
+class FaultyReader(PayloadReader):
+    """The real reader, but some packs fail before they are read: faults per sequence number, used up in turn."""
+
+    def __init__(self, inner: PayloadReader, faults: dict[int, list[Callable[[], None]]]) -> None:
+        super().__init__()
+        self.name, self.transport = inner.name, inner.transport
+        self._inner = inner
+        self._faults = faults
+
+    def read(self, ref: PayloadRef, names: Sequence[str]) -> dict[str, Tensor]:
+        faults = self._faults.get(ref.manifest.sequence_number)
+        if faults:
+            faults.pop(0)()
+        return self._inner.read(ref, names)
+
+    def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
+        self._inner._fill(ref, run, buffer)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def refusing(reason: Reason) -> Callable[[], None]:
+    def fail() -> None:
+        raise SlipstreamError("injected", reason=reason)
+
+    return fail
+
+
+class Desk:
+    """One run's feeder, opened by `start`."""
+
+    def __init__(self, recipe: Path, address: str, directory: Path) -> None:
+        self._recipe, self._address, self._directory = recipe, address, directory
+        self.client = TargetClient(address)
+        self.stop = threading.Event()
+        self.source: BatchSource | None = None
+
+    def join(self, name: str, *settings: str) -> TargetLink:
+        spec = load_recipe(self._recipe, [f"name={name}", *settings]).spec
+        self.spec = spec
+        run = RunDirectory(self._directory)
+        link = TargetLink(self.client, WaitNotice(self._address), spec, run, pin_memory=False)
+        link.handshake()
+        link.begin(Position(incarnation=run.newest_incarnation()), LAYERS)
+        return link
+
+    def start(
+        self, name: str, *settings: str, faults: dict[int, list[Callable[[], None]]] | None = None
+    ) -> tuple[TargetLink, BatchSource]:
+        link = self.join(name, *settings)
+        if faults:
+            link._reader = FaultyReader(link.reader, faults)
+        train, stream = self.spec.train, self.spec.stream
+        assert train.max_steps is not None
+        plan = PackPlan(
+            first_sequence_number=link.first_sequence_number,
+            packs_per_step=train.packs_per_step,
+            total_steps=train.max_steps,
+            tensor_shapes=SHAPES,
+            num_anchors=train.anchors_per_pack,
+            seed=train.seed,
+            prefetch_packs=stream.prefetch_packs,
+            lease_seconds=stream.lease_seconds,
+        )
+        self.source = BatchSource(link, plan, DeviceCopy(torch.device("cpu")), self.stop)
+        self.source.start(0)
+        return link, self.source
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()
+        self.client.close()
+
+
+@pytest.fixture
+def desk(tiny_recipe: Path, target_address: str, tmp_path: Path) -> Iterator[Desk]:
+    opened = Desk(tiny_recipe, target_address, tmp_path / "run")
+    yield opened
+    opened.close()
+
+
+def void(_result: object) -> None:
+    """A fault that only takes time."""
+
+
+def take(source: BatchSource, steps: int) -> list[list[int]]:
+    """Sequence numbers of the next steps."""
+    batches = [source.next_batch() for _ in range(steps)]
+    return [[pack.sequence_number for pack in batch.packs] for batch in batches if batch is not None]
+
+
+def test_lost_leases_and_corrupt_bytes_change_nothing_of_the_order(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    faults = {
+        2: [refusing(Reason.LEASE_LOST)],
+        4: [refusing(Reason.PAYLOAD_CORRUPT)],
+        5: [refusing(Reason.LEASE_LOST), refusing(Reason.LEASE_LOST)],
+    }
+    link, source = desk.start(
+        "faulty", "train.packs_per_step=2", "train.max_steps=6", "stream.lease_seconds=1", faults=faults
+    )
+    assert take(source, 6) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert not any(faults.values()), "not every fault happened"
+    assert caplog.text.count("payload_corrupt") == 1
+    assert link.quarantined == frozenset()
+
+
+def test_a_pack_that_is_corrupt_again_and_again_is_left_out(desk: Desk) -> None:
+    faults = {3: [refusing(Reason.PAYLOAD_CORRUPT)] * 5}
+    link, source = desk.start("spoilt", "train.packs_per_step=2", "train.max_steps=4", faults=faults)
+    assert take(source, 4) == [[0, 1], [2], [4, 5], [6, 7]]
+    assert link.quarantined == {3}
+
+
+def test_a_step_whose_only_pack_is_left_out_is_empty(desk: Desk) -> None:
+    faults = {1: [refusing(Reason.PAYLOAD_CORRUPT)] * 5}
+    _, source = desk.start("hollow", "train.max_steps=3", faults=faults)
+    assert take(source, 3) == [[0], [], [2]]
+
+
+def test_no_more_is_fetched_than_was_allowed(desk: Desk) -> None:
+    link, source = desk.start("modest", "train.max_steps=50", "stream.prefetch_packs=4")
+    with source._changed:
+        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=20)
+    assert take(source, 2) == [[0], [1]]
+    with source._changed:
+        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=20)
+    stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
+    ours = next(entry for entry in stats.subscriptions if entry.subscription == link.subscription)
+    assert ours.packs_leased == 6
+
+
+def test_a_pause_is_said_once_and_ends(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    link, source = desk.start("paused", "train.max_steps=30", "stream.prefetch_packs=2")
+    first = take(source, 3)
+    said = Heard("stream_paused")
+    desk.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=link.subscription))
+    assert said.event.wait(20)
+    desk.client.resume_subscription(admin_pb.ResumeSubscriptionRequest(subscription=link.subscription))
+    rest = take(source, 27)
+    assert [number for step in first + rest for number in step] == list(range(30))
+    assert caplog.text.count("stream_paused") == 1
+
+
+def test_a_slow_read_loses_its_lease_and_is_delivered_again(desk: Desk) -> None:
+    slow = threading.Event()
+    faults: dict[int, list[Callable[[], None]]] = {1: [lambda: void(slow.wait(1.0))]}
+    link, source = desk.start("slow", "train.max_steps=4", "stream.lease_seconds=0.3", faults=faults)
+    assert take(source, 4) == [[0], [1], [2], [3]]
+    assert not faults[1] and link.quarantined == frozenset()
+
+
+@pytest.mark.parametrize("failure", [SlipstreamError("x", reason=Reason.TRANSPORT_UNAVAILABLE), ValueError("a defect")])
+def test_what_ends_the_feeder_is_raised_where_the_training_is(desk: Desk, failure: Exception) -> None:
+    def fail() -> None:
+        raise failure
+
+    _, source = desk.start("ended", "train.max_steps=9", faults={2: [fail]})
+    with pytest.raises(type(failure)) as raised:
+        take(source, 9)
+    assert raised.value is failure
+
+
+def test_a_newer_trainer_ends_the_older_feeder(
+    desk: Desk, tiny_recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    link, source = desk.start("overtaken", "train.max_steps=100000")
+    assert take(source, 2) == [[0], [1]]
+    newcomer = Desk(tiny_recipe, target_address, tmp_path / "run")
+    newer = newcomer.join("overtaken", "train.max_steps=100000")
+    with pytest.raises(SlipstreamError) as stale:
+        take(source, 100)
+    assert stale.value.reason is Reason.INCARNATION_STALE
+    with pytest.raises(SlipstreamError) as refused:
+        link.commit(1)
+    assert refused.value.reason is Reason.INCARNATION_STALE
+    newer.commit(0)
+    newcomer.close()
+
+
+def test_a_stop_ends_the_wait(desk: Desk) -> None:
+    link, source = desk.start("stopped", "train.max_steps=100000")
+    take(source, 1)
+    desk.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=link.subscription))
+    taken: list[object] = []
+    thread = threading.Thread(target=lambda: taken.extend(take(source, 10_000)))
+    thread.start()
+    desk.stop.set()
+    source.wake()
+    thread.join(10)
+    assert not thread.is_alive() and len(taken) < 10_000
+    source.close()
+    assert not source._thread.is_alive()
+
+
+def test_a_pack_of_another_shape_never_reaches_the_device(desk: Desk) -> None:
+    link = desk.join("misfit", "train.max_steps=3")
+    wrong = dict(SHAPES) | {"input_ids": (256,)}
+    plan = PackPlan(0, 1, 3, wrong, 16, 0, 2, 60.0)
+    desk.source = source = BatchSource(link, plan, DeviceCopy(torch.device("cpu")), desk.stop)
+    source.start(0)
+    with pytest.raises(SlipstreamError, match=r"input_ids \[128\] \(expected \[256\]\)") as refused:
+        source.next_batch()
+    assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
