@@ -200,7 +200,12 @@ class BatchSource:
             self._ready.clear()
             self._unread.clear()
             next_step = self._next_step
-        self._link.rejoin(next_step)
+        try:
+            self._link.rejoin(next_step)
+        except SlipstreamError as error:
+            if error.reason is not Reason.SUBSCRIPTION_UNKNOWN:
+                raise
+            # Restarted once more on the way, without its ledger: the link still asks to be rejoined.
 
     def _fetch(self, room: int) -> None:
         began = time.monotonic()

@@ -32,6 +32,7 @@ _START_POSITIONS = {
     "group": pb.START_POSITION_GROUP,
 }
 _SAY_AGAIN_SECONDS = 30.0
+_GREET_AGAIN_SECONDS = 1.0
 # Short, so that a trainer that is told to stop does not sit in a poll for long.
 _LONGEST_POLL_SECONDS = 2.0
 
@@ -114,28 +115,29 @@ class TargetLink:
             SlipstreamError: TARGET_FINGERPRINT_MISMATCH when it is another than the run was trained with;
                 PROTOCOL_MISMATCH; TRANSPORT_UNAVAILABLE.
         """
-        target = self._client.get_target()
-        self._notice.over()
-        expected = expected_fingerprint or self.fingerprint
-        if expected and target.target_fingerprint != expected:
-            raise SlipstreamError(
-                f"The target changed under run {self._spec.name}: it was trained with fingerprint {expected}, "
-                f"{self._client.address} serves {target.model_id} with {target.target_fingerprint}.",
-                reason=Reason.TARGET_FINGERPRINT_MISMATCH,
-                remedy="Serve the same weights, tokenizer, template and dtype again, or start a new run under another "
-                "name (--set name=…).",
-            )
-        self.fingerprint = target.target_fingerprint
-        self.max_outstanding_leases = target.max_outstanding_leases
+        while True:
+            target = self._client.get_target()
+            self._notice.over()
+            self._check_fingerprint(target, expected_fingerprint or self.fingerprint)
+            try:
+                reader = choose_reader(
+                    self._spec.stream.transport,
+                    target,
+                    self._client.channel,
+                    stop=self._client.stop,
+                    pin_memory=self._pin_memory,
+                )
+                break
+            except SlipstreamError as error:
+                if error.reason is not Reason.LEASE_LOST:
+                    raise
+                # The server was restarted between its greeting and the probe: greet the new one.
+                self._client.stop.wait(_GREET_AGAIN_SECONDS)
         if self._reader is not None:
             self._reader.close()
-        self._reader = choose_reader(
-            self._spec.stream.transport,
-            target,
-            self._client.channel,
-            stop=self._client.stop,
-            pin_memory=self._pin_memory,
-        )
+        self._reader = reader
+        self.fingerprint = target.target_fingerprint
+        self.max_outstanding_leases = target.max_outstanding_leases
         self._seen_reconnects = self._client.reconnects
         return target
 
@@ -168,7 +170,8 @@ class TargetLink:
             SlipstreamError: INCARNATION_STALE when another trainer has taken the run over meanwhile.
         """
         with self._lock:
-            self._must_rejoin = False
+            # Cleared once everything has worked: what is lost on the way is tried again.
+            self._must_rejoin = True
             self.handshake()
             opened = self._open(self.stream)
             if opened.incarnation > self._incarnation:
@@ -179,6 +182,7 @@ class TargetLink:
                     remedy="Nothing was written after that. Let the newer trainer go on.",
                 )
             self._seek(next_step, opened.incarnation, self._incarnation)
+            self._must_rejoin = False
             log_event(_log, "info", "rejoined", incarnation=self._incarnation, next_step=next_step)
 
     # ---- leases: the feeder's side -------------------------------------------------------------------------------
@@ -268,6 +272,16 @@ class TargetLink:
             self._reader.close()
 
     # ---- requests ------------------------------------------------------------------------------------------------
+
+    def _check_fingerprint(self, target: pb.GetTargetResponse, expected: str) -> None:
+        if expected and target.target_fingerprint != expected:
+            raise SlipstreamError(
+                f"The target changed under run {self._spec.name}: it was trained with fingerprint {expected}, "
+                f"{self._client.address} serves {target.model_id} with {target.target_fingerprint}.",
+                reason=Reason.TARGET_FINGERPRINT_MISMATCH,
+                remedy="Serve the same weights, tokenizer, template and dtype again, or start a new run under another "
+                "name (--set name=…).",
+            )
 
     def _open(self, expected_stream: str | None) -> pb.OpenSubscriptionResponse:
         spec = self._spec

@@ -65,7 +65,7 @@ def test_kill_of_the_trainer_at_a_random_step(
         process.kill()
         print(f"killed at step {step} or soon after")  # noqa: T201 - shown when the test fails
     run.finish(target_address)
-    assert len(run.records()) > STEPS, "nothing was trained again: the kills came too late to test anything"
+    assert {record["incarnation"] for record in run.records()} == {1, 2, 3}
     assert_same_run(run, undisturbed)
 
 
@@ -94,4 +94,25 @@ def test_transports_and_prefetch_do_not_change_what_is_learned(
     )
     process = run.finish(target_address)
     assert "transport_chosen transport=grpc" in process.output
+    assert_same_run(run, undisturbed)
+
+
+def test_sigterm_while_the_target_is_away(
+    undisturbed: Trainer, tiny_recipe: Path, target_address: str, processes: Processes, tmp_path: Path
+) -> None:
+    server, address = processes.start_target_server(
+        tiny_recipe, "--ledger", tmp_path / "ledger.sqlite", "--probe-bytes", "1MiB"
+    )
+    run = Trainer(processes, tiny_recipe, tmp_path / "run", *LENGTH, "name=left-alone")
+    trainer = run.start(address)
+    trainer.wait_for_line(r"^step 15/")
+    server.kill()
+    trainer.wait_for_line("waiting_for_target.*TARGET_UNREACHABLE")
+    trainer.terminate()
+    assert trainer.wait_exit() == 0, trainer.output
+    assert "run the same command again" in trainer.output and "Traceback" not in trainer.output
+    # Every step that was trained is in the checkpoint, so the run can go on elsewhere: on a server that never saw it.
+    assert (run.directory / "checkpoints" / "latest").readlink() == Path(f"step-{max(run.losses()) + 1:08d}")
+    run.finish(target_address)
+    assert len(run.records()) == STEPS
     assert_same_run(run, undisturbed)

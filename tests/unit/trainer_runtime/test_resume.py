@@ -1,0 +1,89 @@
+"""Which recipes may go on from a checkpoint, and how long a run is."""
+
+from typing import Any
+
+import pytest
+
+from drafter_trainer.checkpoint import CheckpointState, Cursor, LoopState
+from drafter_trainer.resume import check_same_run
+from drafter_trainer.start import total_steps
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "target": {"model": "/a/model"},
+    "data": {"files": ("/a/conversations.jsonl",), "pack_tokens": 128},
+    "train": {"max_steps": 10},
+}
+
+
+def spec(**changes: dict[str, Any]) -> RunSpec:
+    return RunSpec.model_validate(
+        {key: {**value, **changes.pop(key, {})} if isinstance(value, dict) else value for key, value in RECIPE.items()}
+        | changes
+    )
+
+
+def state_of(run: RunSpec) -> CheckpointState:
+    return CheckpointState(
+        run=run.name,
+        incarnation=1,
+        cursor=Cursor(next_step=5, first_sequence_number=0),
+        loop=LoopState(),
+        total_steps=10,
+        target_fingerprint="f",
+        stream="streams/s",
+        spec=run.model_dump(mode="json"),
+        versions={},
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": {"model": "/elsewhere/model"}},
+        {"data": {"files": ("/elsewhere/conversations.jsonl",)}},
+        {"train": {"device": "cpu", "attention": "sdpa", "max_not_finite_steps": 9}},
+        {"stream": {"transport": "grpc", "prefetch_packs": 8}},
+        {"checkpoint": {"every_steps": 7}},
+        {"eval": {"max_new_tokens": 9}},
+    ],
+)
+def test_what_is_not_learned_may_change(change: dict[str, Any]) -> None:
+    check_same_run(state_of(spec()), spec(**change), where="checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": {"max_steps": 20}}, "train.max_steps: 10 in the checkpoint, 20 now"),
+        ({"train": {"seed": 3}}, "train.seed: 0 in the checkpoint, 3 now"),
+        ({"train": {"packs_per_step": 2}}, "train.packs_per_step: 1 in the checkpoint, 2 now"),
+        ({"optimizer": {"betas": (0.8, 0.95)}}, "optimizer.betas: [0.9, 0.95] in the checkpoint, [0.8, 0.95] now"),
+        ({"loss": {"slot_weights": "dpace"}}, "loss.slot_weights: 'decay' in the checkpoint, 'dpace' now"),
+        ({"data": {"seed": 1}}, "data.seed: 0 in the checkpoint, 1 now"),
+        ({"drafter": {"block_size": 8}}, "drafter.block_size: 16 in the checkpoint, 8 now"),
+    ],
+)
+def test_what_is_learned_may_not(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        check_same_run(state_of(spec()), spec(**change), where="checkpoint")
+    assert refused.value.reason is Reason.SPEC_INVALID
+    assert words in refused.value.message and refused.value.message.count(" in the checkpoint, ") == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "end", "expected"),
+    [
+        ({"max_steps": 10}, None, 10),
+        ({"max_steps": None, "max_tokens": 1000}, None, 7),  # 7 x 128 <= 1000
+        ({"max_steps": None, "max_tokens": 1000, "packs_per_step": 2}, None, 3),
+        ({"max_steps": 100, "epochs": 1}, 25, 20),  # packs 5 to 24
+        ({"max_steps": 100, "epochs": 1, "packs_per_step": 3}, 25, 6),
+        ({"max_steps": 4, "epochs": 1}, 25, 4),
+    ],
+)
+def test_the_run_ends_at_what_comes_first(train: dict[str, Any], end: int | None, expected: int) -> None:
+    assert total_steps(spec(train=train), end, 5) == expected
