@@ -15,11 +15,13 @@ import slipstream
 
 _PRODUCT = Path(slipstream.__file__).parents[1]
 
+_LEAVE_SECONDS = 5.0
+
 ADDRESS = re.compile(r"(127\.0\.0\.1:\d+)")
 
 
 class ManagedProcess:
-    """A child process whose stdout and stderr are collected line by line; killed when the test leaves it.
+    """A child process whose stdout and stderr are collected line by line; ended when the test leaves it.
 
     Every wait has a deadline and fails with the whole output, so that a hanging test explains itself.
     """
@@ -120,14 +122,19 @@ class ManagedProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.poll() is None:
-            self.kill()
+            # A killed target server would leave its shared memory behind until the next one starts.
+            self.terminate()
+            try:
+                self._process.wait(_LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
         self._pump.join(5.0)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
 
 class Processes:
-    """Starts processes and kills whatever is left at the end of a test. Use it through a fixture."""
+    """Starts processes and ends whatever is left at the end of a test. Use it through a fixture."""
 
     def __init__(self) -> None:
         self._started: list[ManagedProcess] = []
@@ -149,7 +156,7 @@ class Processes:
         return process, process.wait_for_line(ADDRESS, timeout=timeout).group(1)
 
     def close(self) -> None:
-        """Kill what still runs, youngest first."""
+        """End what still runs, youngest first."""
         for process in reversed(self._started):
             process.__exit__(None, None, None)
         self._started.clear()
