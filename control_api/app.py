@@ -1,57 +1,75 @@
-"""The FastAPI application: liveness, readiness, and one bearer token for everything else."""
+"""The FastAPI application: routes, rules that hold for all of them, and the threads behind them."""
 
-import secrets
-from collections.abc import Awaitable, Callable
-from http import HTTPStatus
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
+from fastapi import FastAPI
 
 from control_api import problems
+from control_api.dependencies import Services
+from control_api.feed import Feed
+from control_api.middleware import BearerToken, BodyRules, TraceId
+from control_api.prober import TargetProber
+from control_api.reconciler import Reconciler
+from control_api.routes import health, records, runs, targets, trainers
+from control_api.settings import Settings
+from control_api.store.database import Database
 from slipstream import __version__
 
-# Probes of an orchestrator carry no token.
-_OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
+def create_app(
+    database: Database,
+    settings: Settings,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """The application. Its threads run while its lifespan does.
 
-class Health(BaseModel):
-    """Answer of a probe."""
-
-    status: str
-    version: str
-
-
-def create_app(token: str | None = None) -> FastAPI:
-    """The application; with a token, every path but the probes asks for `Authorization: Bearer TOKEN`."""
-    app = FastAPI(title="Slipstream control API", version=__version__)
+    Args:
+        database: open; it stays the caller's to close.
+        settings: of the deployment.
+        clock: seconds since the epoch.
+    """
+    app = FastAPI(title="Slipstream control API", version=__version__, lifespan=_lifespan, redirect_slashes=False)
+    reconciler = Reconciler(database, settings, clock)
+    prober = TargetProber(database, settings, clock)
+    prober.add_listener(reconciler.wake)
+    feed = Feed(database, settings.keep_alive_seconds)
+    app.state.services = Services(database, settings, clock, reconciler, prober, feed)
     problems.install(app)
-    if token:
-        app.middleware("http")(_bearer_check(token))
-
-    @app.get("/healthz", operation_id="get_health")
-    async def healthz() -> Health:
-        """The process answers."""
-        return Health(status="ok", version=__version__)
-
-    @app.get("/readyz", operation_id="get_readiness")
-    async def readyz() -> Health:
-        """The process can do its work."""
-        return Health(status="ready", version=__version__)
-
+    # The last one added sees a request first.
+    app.add_middleware(BodyRules, limit=settings.body_limit)
+    if settings.token:
+        app.add_middleware(BearerToken, token=settings.token)
+    app.add_middleware(TraceId)
+    for module in (health, targets, records, runs, trainers):
+        app.include_router(module.router)
+    describe_plainly = app.openapi
+    app.openapi = lambda: _with_problem_type(describe_plainly())  # type: ignore[method-assign]
     return app
 
 
-def _bearer_check(token: str) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    expected = f"Bearer {token}".encode()
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    services.reconciler.start()
+    services.prober.start()
+    try:
+        yield
+    finally:
+        services.feed.close()
+        services.prober.stop()
+        services.reconciler.stop()
 
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode()
-        if request.url.path in _OPEN_PATHS or secrets.compare_digest(given, expected):
-            return await call_next(request)
-        return problems.problem(
-            HTTPStatus.UNAUTHORIZED,
-            "This server asks for a token: send 'Authorization: Bearer TOKEN'.",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
 
-    return check
+def _with_problem_type(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the media type that refusals really have."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            for status, response in operation["responses"].items():
+                content = response.get("content", {})
+                if status >= "400" and "application/json" in content:
+                    content[problems.MEDIA_TYPE] = content.pop("application/json")
+    return document

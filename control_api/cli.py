@@ -7,10 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from control_api.settings import Settings
 from slipstream import __version__
 from slipstream.entrypoint import run_main
 from slipstream.listen import ListenAddress, read_token
 from slipstream.telemetry.logs import configure_logging, log_event
+
+_LEAVE_SECONDS = 5
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -24,40 +27,93 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SlipstreamError: the address is unusable, or open to other machines without a token.
+        SlipstreamError: the address is unusable, or open to other machines without a token; the database is.
     """
     options = _parser().parse_args(arguments)
     token = read_token(options.token_file)
     address = ListenAddress.parse(options.listen)
     address.require_token(token)
+    settings = Settings(
+        token=token,
+        data_roots=tuple(root.absolute() for root in options.data_root),
+        trainer_timeout=options.trainer_timeout,
+        grace_seconds=options.grace_seconds,
+    )
     configure_logging("control-api", level=options.log_level)
     with address.bind() as bound:
-        _serve(bound, token)
+        _serve(bound, options.database, settings)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="control-api", description="REST control plane of Slipstream.")
     parser.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("--database", default="sqlite:///slipstream.sqlite", metavar="URL", help="default: %(default)s")
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="runs may name files in here only, relative ones start at the first; repeatable",
+    )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="bearer token; default: the variable SLIPSTREAM_TOKEN"
     )
+    parser.add_argument(
+        "--trainer-timeout", type=_seconds, default=15.0, metavar="SECONDS",
+        help="a trainer that is silent for so long is lost; default: %(default)g",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grace-seconds", type=_seconds, default=300.0, metavar="SECONDS",
+        help="a run whose trainer is lost fails after so long; default: %(default)g",
+    )  # fmt: skip
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
 
 
-def _serve(bound: socket.socket, token: str | None) -> None:
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
+
+
+def _serve(bound: socket.socket, url: str, settings: Settings) -> None:
     # Imported late: `control-api --help` need not wait for the framework.
     import uvicorn
 
     from control_api.app import create_app
+    from control_api.store.database import Database
 
-    bound.listen()
-    host, port = bound.getsockname()[:2]
-    log_event(_LOGGER, logging.INFO, "listening", address=str(ListenAddress(host, port)), token_required=bool(token))
-    config = uvicorn.Config(create_app(token), log_config=None, log_level="warning", access_log=False)
-    uvicorn.Server(config).run(sockets=[bound])
+    database = Database(url)
+    try:
+        app = create_app(database, settings)
+        config = uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_LEAVE_SECONDS
+        )
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                # Open event streams would keep the server waiting: end them first.
+                app.state.services.feed.close()
+                await super().shutdown(sockets)
+
+        server = Server(config)
+        bound.listen()
+        host, port = bound.getsockname()[:2]
+        log_event(
+            _LOGGER,
+            logging.INFO,
+            "listening",
+            address=str(ListenAddress(host, port)),
+            token_required=bool(settings.token),
+            database=str(database.path),
+        )
+        server.run(sockets=[bound])
+    finally:
+        database.close()
 
 
 if __name__ == "__main__":

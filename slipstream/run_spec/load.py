@@ -32,6 +32,14 @@ class LoadedSpec:
     """Dotted key of every setting → `default`, `recipe.toml:LINE` or `override`."""
 
 
+class SpecInvalidError(SlipstreamError):
+    """A definition that is no run; `problems` has the dotted key and the line of text of each."""
+
+    def __init__(self, message: str, *, problems: Sequence[tuple[str, str]], remedy: str = "") -> None:
+        super().__init__(message, reason=Reason.SPEC_INVALID, remedy=remedy)
+        self.problems = tuple(problems)
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     """Read a recipe, apply the overrides in order (a later one wins) and check the whole.
 
@@ -49,6 +57,30 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     spec = _validate(recipe, path, sources)
     origins = {key: sources.get(key, DEFAULT) for key, _ in _leaves(spec)}
     return LoadedSpec(_resolve_paths(spec, path.absolute().parent), origins)
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.toml") -> RunSpec:
+    """The same for a recipe that did not come from a file of this machine; paths in it are left as they are.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, as load_recipe does.
+    """
+    recipe = _parse(text, Path(name))
+    changes = [parse_override(override) for override in overrides]
+    apply_overrides(recipe, changes)
+    return _validate(recipe, Path(name), _sources(text, Path(name), changes))
+
+
+def parse_spec(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
+    """A run from its definition as JSON, read as strictly as a recipe; paths in it are left as they are.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    definition: dict[str, Any] = json.loads(json.dumps(table))
+    changes = [parse_override(override) for override in overrides]
+    apply_overrides(definition, changes)
+    return _validate(definition, Path("spec"), _sources("", Path("spec"), changes))
 
 
 def canonical_json(section: BaseModel) -> str:
@@ -139,10 +171,13 @@ def _validate(recipe: dict[str, Any], path: Path, sources: Mapping[str, str]) ->
     try:
         return RunSpec.model_validate_json(json.dumps(recipe, default=str), strict=True)
     except ValidationError as invalid:
-        problems = [describe_problem(error, sources) for error in invalid.errors(include_url=False)]
-    raise SlipstreamError(
-        f"{path} does not define a run:\n  " + "\n  ".join(problems),
-        reason=Reason.SPEC_INVALID,
+        problems = [
+            (".".join(map(str, error["loc"])), describe_problem(error, sources))
+            for error in invalid.errors(include_url=False)
+        ]
+    raise SpecInvalidError(
+        f"{path} does not define a run:\n  " + "\n  ".join(text for _, text in problems),
+        problems=problems,
         remedy=f"Correct this; `slipstream recipe show {path}` then prints the resolved run.",
     )
 

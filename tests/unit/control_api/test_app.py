@@ -1,90 +1,156 @@
-"""The application answers probes, and everything else that goes wrong as problem details."""
+"""Probes, tokens, and whatever goes wrong before a route is reached: always problem details."""
 
-from typing import Any
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from control_api.app import create_app
-from control_api.problems import MEDIA_TYPE
+from control_api.settings import Settings
+from control_api.store.database import Database
 from slipstream import __version__
+from tests.fakes.control_plane import FakeClock, assert_problem
+
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-def app() -> FastAPI:
-    """The application with two routes that fail in ways it has none for yet."""
-    app = create_app()
-
-    @app.get("/double/{number}")
-    def double(number: int) -> int:
-        return 2 * number
-
-    @app.get("/defect")
-    def defect() -> None:
-        raise RuntimeError("the secret of the trace")
-
-    return app
+def with_token(database: Database) -> TestClient:
+    return TestClient(create_app(database, Settings(token="right")), raise_server_exceptions=False)
 
 
-@pytest.fixture
-def client(app: FastAPI) -> TestClient:
-    return TestClient(app, raise_server_exceptions=False)
-
-
-def assert_problem(response: Any, status: int) -> dict[str, Any]:
-    """The response is a problem with this status; its body."""
-    assert response.status_code == status
-    assert response.headers["content-type"] == MEDIA_TYPE
-    body: dict[str, Any] = response.json()
-    assert body["status"] == status
-    assert {"type", "title", "detail"} <= set(body)
-    return body
-
-
-@pytest.mark.parametrize(("path", "status"), [("/healthz", "ok"), ("/readyz", "ready")])
-def test_probes(client: TestClient, path: str, status: str) -> None:
-    response = client.get(path)
+def test_alive(client: TestClient) -> None:
+    response = client.get("/healthz")
     assert response.status_code == 200
-    assert response.json() == {"status": status, "version": __version__}
+    assert response.json() == {"status": "ok", "version": __version__}
+
+
+def test_ready_while_its_threads_run(client: TestClient) -> None:
+    body = assert_problem(client.get("/readyz"), 503, "NOT_READY")
+    assert "thread" in body["detail"]
+    with client:
+        assert client.get("/readyz").json() == {"status": "ready", "version": __version__}
 
 
 def test_unknown_path(client: TestClient) -> None:
-    body = assert_problem(client.get("/nowhere"), 404)
-    assert body["title"] == "Not Found"
+    body = assert_problem(client.get("/nowhere"), 404, "NOT_FOUND")
     assert "/nowhere" in body["detail"]
 
 
 def test_wrong_method_names_the_right_one(client: TestClient) -> None:
     response = client.post("/healthz")
-    body = assert_problem(response, 405)
+    body = assert_problem(response, 405, "METHOD_NOT_ALLOWED")
     assert body["detail"] == "/healthz accepts GET, not POST."
     assert response.headers["allow"] == "GET"
 
 
-def test_invalid_input_is_listed(client: TestClient) -> None:
-    body = assert_problem(client.get("/double/three"), 422)
-    assert [error["location"] for error in body["errors"]] == ["path.number"]
-    assert "integer" in body["errors"][0]["detail"]
+def test_a_defect_tells_nothing_of_the_inside(database: Database) -> None:
+    app = create_app(database, Settings())
 
+    @app.get("/defect")
+    def defect() -> None:
+        raise RuntimeError("the secret of the trace")
 
-def test_a_defect_tells_nothing_of_the_inside(client: TestClient) -> None:
-    response = client.get("/defect")
-    assert_problem(response, 500)
+    response = TestClient(app, raise_server_exceptions=False).get("/defect")
+    body = assert_problem(response, 500, "INTERNAL")
     assert "secret" not in response.text
+    assert body["trace_id"] in body["detail"]
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic right", "right", "Bearer rightly"])
-def test_token_is_asked_for(header: str | None) -> None:
-    client = TestClient(create_app("right"))
-    response = client.get("/openapi.json", headers={"Authorization": header} if header else {})
-    assert_problem(response, 401)
+def test_the_callers_trace_is_kept(client: TestClient) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    response = client.get("/nowhere", headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+    assert assert_problem(response, 404)["trace_id"] == trace
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic right", "right", "Bearer rightly", "Bearer r\xe9ght"])
+def test_token_is_asked_for(with_token: TestClient, header: str | None) -> None:
+    headers = {"Authorization": header.encode("latin-1")} if header else {}
+    response = with_token.get("/v1/runs", headers=headers)
+    assert_problem(response, 401, "ACCESS_DENIED")
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_token_opens_everything_and_probes_need_none() -> None:
-    client = TestClient(create_app("right"))
-    assert client.get("/openapi.json", headers={"Authorization": "Bearer right"}).status_code == 200
-    assert client.get("/healthz").status_code == 200
-    assert client.get("/readyz").status_code == 200
-    assert client.get("/nowhere").status_code == 401
+def test_token_opens_everything_and_probes_need_none(with_token: TestClient) -> None:
+    assert with_token.get("/openapi.json", headers={"Authorization": "Bearer right"}).status_code == 200
+    assert with_token.get("/healthz").status_code == 200
+    assert with_token.get("/readyz").status_code == 503
+    assert with_token.get("/nowhere").status_code == 401
+
+
+def test_a_body_that_says_it_is_100_megabytes_is_not_kept(client: TestClient) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 2**20
+
+    response = client.post("/v1/runs", content=chunks(), headers=JSON | {"content-length": str(100 * 2**20)})
+    body = assert_problem(response, 413, "BODY_TOO_LARGE")
+    assert "1048576 bytes" in body["detail"]
+
+
+def test_a_body_that_does_not_say_how_long_it_is_is_counted(client: TestClient) -> None:
+    response = client.post("/v1/runs", content=iter([b"[" * 2**19] * 3), headers=JSON)
+    assert_problem(response, 413, "BODY_TOO_LARGE")
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_bodies_are_json(client: TestClient, kind: str | None) -> None:
+    response = client.post("/v1/targets", content=b"{}", headers={"content-type": kind} if kind else {})
+    assert_problem(response, 415, "MEDIA_TYPE_UNSUPPORTED")
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"", 422), (b"{", 422), (b"[]", 422), (b"7", 422), (b"null", 422), (b"\xff", 400), (b"[" * 100_000, 400)],
+)  # fmt: skip
+def test_bodies_that_are_no_object(client: TestClient, content: bytes, status: int) -> None:
+    assert_problem(client.post("/v1/targets", content=content, headers=JSON), status, "REQUEST_INVALID")
+
+
+@pytest.mark.parametrize(
+    ("query", "location"),
+    [
+        ("page_size=0", "query.page_size"),
+        ("page_size=1001", "query.page_size"),
+        ("page_size=ten", "query.page_size"),
+        ("state=SLEEPING", "query.state"),
+    ],
+)
+def test_queries_are_checked(client: TestClient, query: str, location: str) -> None:
+    body = assert_problem(client.get(f"/v1/runs?{query}"), 422, "REQUEST_INVALID")
+    assert [one["location"] for one in body["errors"]] == [location]
+
+
+@pytest.mark.parametrize(
+    "token", ["x", "YWZ0ZXI6eA==", "YWZ0ZXI6LTE=", "é", "====", "YWZ0ZXI6OTk5OTk5OTk5OTk5OTk5OTk5OTk="]
+)
+def test_page_tokens_that_we_never_gave(client: TestClient, token: str) -> None:
+    assert_problem(client.get("/v1/runs", params={"page_token": token}), 422, "REQUEST_INVALID")
+
+
+def test_the_document_shows_refusals_as_what_they_are(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    responses = document["paths"]["/v1/runs"]["post"]["responses"]
+    assert set(responses["422"]["content"]) == {"application/problem+json"}
+    assert set(responses["201"]["content"]) == {"application/json"}
+    assert json.dumps(document).count("HTTPValidationError") == 0
+
+
+def test_a_locked_database_is_said_so_and_waited_out(client: TestClient, database: Database, tmp_path: Path) -> None:
+    other = Database(f"sqlite:///{database.path}")
+    target = {"name": "local", "address": "127.0.0.1:1"}
+    with other.write():
+        response = client.post("/v1/targets", json=target)
+        body = assert_problem(response, 503, "DATABASE_LOCKED")
+        assert response.headers["retry-after"] == "2"
+        assert str(database.path) in body["detail"]
+        assert client.get("/v1/targets").status_code == 200, "reading goes on"
+    assert client.post("/v1/targets", json=target).status_code == 201
+    other.close()
+
+
+def test_clock_is_the_servers(client: TestClient, clock: FakeClock) -> None:
+    created = client.post("/v1/targets", json={"name": "local", "address": "127.0.0.1:1"}).json()["created_at"]
+    assert created == "2027-01-15T08:00:00.000+00:00"

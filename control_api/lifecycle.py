@@ -1,0 +1,130 @@
+"""What becomes of a run, as pure functions: verbs, reports of trainers, silence. No database, no clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from control_api.trainer_schemas import ObservedState
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import (
+    ACTIVE,
+    AT_REST,
+    EVENT_TABLE,
+    VERB_TABLE,
+    WORKING,
+    Condition,
+    RunEvent,
+    RunState,
+    Verb,
+    Verdict,
+    allowed_verbs,
+)
+
+TRAINERS_PER_RUN = 1
+"""A training process owns its run alone: it seeks a new incarnation, which voids that of any other."""
+
+
+class TransitionIllegalError(SlipstreamError):
+    """A verb, an attach or a delete that the run's state does not permit."""
+
+    def __init__(self, message: str, state: RunState) -> None:
+        self.state = state
+        self.allowed = allowed_verbs(state)
+        remedy = f"Allowed now: {', '.join(self.allowed)}." if self.allowed else "No verb leads out of this state."
+        super().__init__(message, reason=Reason.TRANSITION_ILLEGAL, remedy=remedy)
+
+
+def after_verb(run: str, state: RunState, verb: Verb) -> RunState:
+    """The state that the verb leads to; the same one when there is nothing to do.
+
+    Raises:
+        TransitionIllegalError: the verb is refused in this state.
+    """
+    outcome = VERB_TABLE[verb][state]
+    if outcome is Verdict.ILLEGAL:
+        raise TransitionIllegalError(f"Run {run!r} is {state}, where {verb} is not possible.", state)
+    return outcome if isinstance(outcome, RunState) else state
+
+
+def after_event(state: RunState, event: RunEvent) -> RunState:
+    """The state that the event leads to; the same one when it changes nothing."""
+    return EVENT_TABLE[event].get(state, state)
+
+
+def event_of_report(state: RunState, observed: ObservedState, *, others: int = 0) -> RunEvent | None:
+    """What a trainer's report means for a run in `state`.
+
+    Args:
+        state: of the run.
+        observed: what the trainer says of its own work.
+        others: trainers that hold the run beside this one.
+    """
+    if observed == "SUCCEEDED":
+        return RunEvent.FINISHED
+    if observed == "FAILED":
+        return RunEvent.FATAL
+    if observed == "RUNNING":
+        return RunEvent.FIRST_STEP
+    if observed == "PAUSED" and state is RunState.PAUSING:
+        return RunEvent.CHECKPOINT_SAVED
+    if observed == "STOPPED" and not others:
+        return RunEvent.CHECKPOINT_SAVED if state is RunState.STOPPING else RunEvent.RELEASED
+    return None
+
+
+def ends_assignment(observed: ObservedState) -> bool:
+    """Whether a trainer that reports this has nothing more to do with the run."""
+    return observed in ("STOPPED", "SUCCEEDED", "FAILED")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A trainer that has the run, as seen now."""
+
+    trainer: str
+    silent_seconds: float
+    """Since its last heartbeat, or since the control plane started if that is later."""
+    is_lost: bool
+    target_unreachable: bool = False
+    is_restarting: bool = False
+
+
+def event_of_silence(state: RunState, holders: Sequence[Holder], *, grace_seconds: float) -> RunEvent | None:
+    """What it means for a run in `state` that nobody works on it any more; None while somebody does, or may yet."""
+    if any(not one.is_lost for one in holders) or state in (RunState.PENDING, RunState.PAUSED) or state in AT_REST:
+        return None
+    if not holders:
+        return RunEvent.RELEASED if state in WORKING else RunEvent.CHECKPOINT_SAVED
+    if state in WORKING and min(one.silent_seconds for one in holders) < grace_seconds:
+        return None
+    return RunEvent.TRAINERS_LOST
+
+
+def conditions(
+    state: RunState, holders: Sequence[Holder], *, target: str | None, waits_for: str, ended_early: bool
+) -> dict[Condition, str]:
+    """What is worth saying about a run beside its state.
+
+    Args:
+        state: of the run.
+        holders: its trainers.
+        target: why the target cannot be used now; None when it can.
+        waits_for: why a PENDING run has no trainer.
+        ended_early: its trainer was lost while it was pausing or stopping.
+    """
+    found: dict[Condition, str] = {}
+    lost = [one.trainer for one in holders if one.is_lost]
+    if state is RunState.PENDING and target is None:
+        found[Condition.NO_TRAINER_FREE] = waits_for
+    waiting = [one.trainer for one in holders if one.target_unreachable]
+    if (state in ACTIVE or state is RunState.PENDING) and (target is not None or waiting):
+        found[Condition.TARGET_UNREACHABLE] = target or f"{', '.join(waiting)} waits for the target."
+    if lost:
+        kind = Condition.TRAINER_LOST if len(lost) == len(holders) else Condition.DEGRADED
+        found[kind] = f"Nothing is heard of {', '.join(lost)}."
+    restarting = [one.trainer for one in holders if one.is_restarting and not one.is_lost]
+    if restarting and state in WORKING:
+        found[Condition.TRAINER_RESTARTING] = f"{', '.join(restarting)} starts again from the last checkpoint."
+    if ended_early and state in (RunState.PAUSED, RunState.STOPPED):
+        found[Condition.ENDED_AT_LAST_CHECKPOINT] = "Steps after the last checkpoint will be trained again."
+    return found

@@ -1,0 +1,113 @@
+"""What every request passes before a route: trace id, token, media type, size of the body. Plain ASGI."""
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from control_api.problems import TRACE_HEADER, TRACE_KEY, Extras, problem
+
+# Probes of an orchestrator carry no token.
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_MOST_DRAINED_BYTES = 2**28
+
+
+class TraceId:
+    """Names every request: by the caller's `traceparent`, else at random. The answer carries the name."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _TRACEPARENT.fullmatch(Headers(scope=scope).get("traceparent", ""))
+        scope[TRACE_KEY] = given.group(1) if given else secrets.token_hex(16)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[TRACE_HEADER] = scope[TRACE_KEY]
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+class BearerToken:
+    """Every path but the probes asks for `Authorization: Bearer TOKEN`."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not secrets.compare_digest(given, self._expected):
+                detail = "This server asks for a token: send 'Authorization: Bearer TOKEN'."
+                answer = problem(scope, 401, detail, Extras(headers={"WWW-Authenticate": "Bearer"}))
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyRules:
+    """A body is JSON, says so, and is no longer than the limit, whatever its length is declared to be."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
+        length = int(declared) if declared.isdecimal() else 0
+        if length > self._limit:
+            # A client that still writes would not read our answer: take what it sends, and keep none of it.
+            await _drain(receive)
+            await problem(scope, 413, self._too_large())(scope, receive, send)
+            return
+        has_body = length > 0 or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        if has_body and kind != "application/json":
+            detail = f"The body is {kind or 'of no stated type'}; send JSON with Content-Type: application/json."
+            await problem(scope, 415, detail)(scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), send)
+
+    def _counted(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def count() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._limit:
+                    if message.get("more_body", False):
+                        await _drain(receive)
+                    raise HTTPException(413, self._too_large())
+            return message
+
+        return count
+
+    def _too_large(self) -> str:
+        return f"The body is larger than {self._limit} bytes."
+
+
+async def _drain(receive: Receive) -> None:
+    drained, more = 0, True
+    while more and drained < _MOST_DRAINED_BYTES:
+        message = await receive()
+        drained += len(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)

@@ -1,0 +1,198 @@
+"""Brings every run closer to what is wanted of it: finds trainers, notices silence, keeps the conditions.
+
+Level-triggered: each pass looks at what is stored and at the clock, never at what happened since the last one, so it
+may be stopped at any point and started again.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from control_api import lifecycle
+from control_api.placement import obstacle
+from control_api.settings import Settings
+from control_api.store import answers, events, runs, trainers
+from control_api.store.database import Database
+from control_api.store.tables import Assignment, Run, Trainer
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import AT_REST, WORKING, Condition, RunEvent, RunState
+from slipstream.telemetry.logs import log_event
+
+_log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """One thread; `wake` makes it look at once, else it looks every `settings.reconcile_seconds`."""
+
+    def __init__(self, database: Database, settings: Settings, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._settings = settings
+        self._clock = clock
+        self._started_at = clock()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
+        database.add_listener(lambda _runs: self.wake())
+
+    @property
+    def is_alive(self) -> bool:
+        """False before `start`, after `stop`, and when a defect has ended the thread."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something may have changed."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def is_lost(self, trainer: Trainer, now: float) -> bool:
+        """Whether the trainer has been silent for too long."""
+        return self.silent_seconds(trainer, now) > self._settings.trainer_timeout
+
+    def silent_seconds(self, trainer: Trainer, now: float) -> float:
+        """Since its last heartbeat that could have been heard: a control plane that was away hears nothing."""
+        return now - max(trainer.last_seen_at, self._started_at)
+
+    def reconcile(self) -> None:
+        """One pass over all runs.
+
+        Raises:
+            SlipstreamError: the database cannot be used now.
+        """
+        now = self._clock()
+        with self._database.write() as session:
+            answers.forget_old(session, now=now)
+            for run in runs.unsettled(session):
+                self._reconcile_run(session, run, now)
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait(self._settings.reconcile_seconds)
+            self._wake.clear()
+            if self._stopping.is_set():
+                return
+            try:
+                self.reconcile()
+            except (SlipstreamError, SQLAlchemyError) as error:
+                # The next pass looks at everything again.
+                log_event(_log, "error", "reconcile_failed", error=str(error))
+
+    def _reconcile_run(self, session: Session, run: Run, now: float) -> None:
+        self._end_what_is_over(session, run, now)
+        waits_for = self._find_trainer(session, run, now)
+        state = RunState(run.state)
+        held = trainers.open_assignments(session, run)
+        event = lifecycle.event_of_silence(state, self._holders(held, now), grace_seconds=self._settings.grace_seconds)
+        if event is not None:
+            self._apply(session, run, event, held, now)
+        self._refresh_conditions(session, run, waits_for, now)
+
+    def _end_what_is_over(self, session: Session, run: Run, now: float) -> None:
+        for assignment in trainers.open_assignments(session, run):
+            if run.state in AT_REST:
+                trainers.end_assignment(session, assignment, reason=run.state, now=now)
+            elif assignment.detach and self.is_lost(assignment.trainer, now):
+                # Nobody will report that it has left.
+                trainers.end_assignment(session, assignment, reason="DETACHED", now=now)
+
+    def _find_trainer(self, session: Session, run: Run, now: float) -> str:
+        """Give the run a trainer if it needs one; returns why there is none."""
+        held = trainers.open_assignments(session, run)
+        needs_one = run.state == RunState.PENDING or run.state in WORKING
+        if not needs_one or any(not self.is_lost(one.trainer, now) for one in held):
+            return ""
+        if run.target.status != "REACHABLE":
+            return ""
+        trainer, waits_for = self._choose(session, run, now)
+        if trainer is None:
+            return waits_for
+        for assignment in held:
+            trainers.end_assignment(session, assignment, reason="REPLACED", now=now)
+        trainers.assign(session, run, trainer, now=now)
+        if run.state == RunState.PENDING:
+            runs.move(session, run, RunState.STARTING, runs.Cause(RunEvent.ASSIGNED, message=trainer.name), now=now)
+        return ""
+
+    def _choose(self, session: Session, run: Run, now: float) -> tuple[Trainer | None, str]:
+        why = "No trainer is registered and free."
+        for trainer in trainers.unoccupied(session):
+            if trainer.leaving or self.is_lost(trainer, now):
+                continue
+            unfit = obstacle(run, trainer)
+            if unfit is None and trainers.was_detached(session, run, trainer):
+                unfit = f"{trainer.name} was detached from {run.name}; attach it, or start another trainer."
+            if unfit is None:
+                return trainer, ""
+            why = unfit
+        return None, why
+
+    def _apply(self, session: Session, run: Run, event: RunEvent, held: Sequence[Assignment], now: float) -> None:
+        state = RunState(run.state)
+        message, reason = "", None
+        if event is RunEvent.TRAINERS_LOST:
+            names = ", ".join(one.trainer.name for one in held)
+            message = f"Nothing was heard of {names} for {self._settings.trainer_timeout:g} s or longer."
+            if state in WORKING:
+                reason = Reason.TRAINERS_LOST
+                message = f"Nothing was heard of {names} for {self._settings.grace_seconds:g} s. " + (
+                    "Start a trainer, then resume the run: it goes on from its last checkpoint."
+                )
+            run.ended_early = state not in WORKING and any(one.observed != "PAUSED" for one in held)
+            for assignment in held:
+                trainers.end_assignment(session, assignment, reason="LOST", now=now)
+        cause = runs.Cause(event, reason, message)
+        runs.move(session, run, lifecycle.after_event(state, event), cause, now=now)
+
+    def _holders(self, held: Sequence[Assignment], now: float) -> list[lifecycle.Holder]:
+        return [
+            lifecycle.Holder(
+                trainer=one.trainer.name,
+                silent_seconds=self.silent_seconds(one.trainer, now),
+                is_lost=self.is_lost(one.trainer, now),
+                target_unreachable=one.target_unreachable,
+                is_restarting=one.observed == "STARTING" and one.last_exit is not None,
+            )
+            for one in held
+        ]
+
+    def _refresh_conditions(self, session: Session, run: Run, waits_for: str, now: float) -> None:
+        target = None if run.target.status == "REACHABLE" else f"{run.target.name}: {run.target.detail}"
+        found = lifecycle.conditions(
+            RunState(run.state),
+            self._holders(trainers.open_assignments(session, run), now),
+            target=target,
+            waits_for=waits_for or "No trainer is registered and free.",
+            ended_early=run.ended_early,
+        )
+        set_conditions(session, run, found, now=now)
+
+
+def set_conditions(session: Session, run: Run, found: dict[Condition, str], *, now: float) -> None:
+    """Store the conditions; one that came or went is an event."""
+    known = {one["type"]: one for one in run.conditions}
+    fresh = [
+        {"type": type_, "message": message, "since": known[type_]["since"] if type_ in known else now}
+        for type_, message in found.items()
+    ]
+    if fresh == run.conditions:
+        return
+    for type_ in found.keys() - known.keys():
+        data = {"condition": type_, "holds": True}
+        events.append(session, run.id, events.NewEvent("CONDITION_CHANGED", found[type_], data), now=now)
+    for type_ in known.keys() - found.keys():
+        data = {"condition": type_, "holds": False}
+        events.append(session, run.id, events.NewEvent("CONDITION_CHANGED", "", data), now=now)
+    run.conditions = fresh

@@ -1,0 +1,136 @@
+"""/v1/runs: created, read, changed, deleted, and moved by verbs."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from sqlalchemy.orm import Session
+
+from control_api import lifecycle, views
+from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run, require_target
+from control_api.routes.responses import refusals
+from control_api.run_definition import define_run
+from control_api.schemas import RunCreate, RunDetail, RunList, RunUpdate
+from control_api.store import runs, trainers
+from control_api.store.database import touch
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import AT_REST, RunState, Verb
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+@router.post(
+    "",
+    operation_id="create_run",
+    status_code=201,
+    response_model=RunDetail,
+    responses=refusals(404, 409),
+)
+def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Response:
+    """Create a run. It waits in PENDING for a trainer that can take it."""
+    spec = define_run(body, services.settings.data_roots)
+
+    def create(session: Session) -> RunDetail:
+        target = require_target(session, body.target)
+        if runs.find(session, spec.name) is not None:
+            raise SlipstreamError(
+                f"There is a run {spec.name!r} already.",
+                reason=Reason.NAME_TAKEN,
+                remedy="Choose another name (override name=…), or delete that run.",
+            )
+        definition = spec.model_dump(mode="json")
+        return views.run_detail(
+            session, runs.create(session, spec=definition, target=target, note=body.note, now=services.clock())
+        )
+
+    return once(create, status=201)
+
+
+@router.get("", operation_id="list_runs", responses=refusals(has_body=False))
+def list_runs(services: ServicesDep, page: PageDep, state: Annotated[RunState | None, Query()] = None) -> RunList:
+    """In the order of creation."""
+    with services.database.read() as session:
+        rows = runs.page(session, after=page.after, size=page.size, state=state)
+        token = page.token_after([one.id for one in rows])
+        return RunList(runs=[views.run(session, one) for one in rows], next_page_token=token)
+
+
+@router.get("/{run}", operation_id="get_run", responses=refusals(404, has_body=False))
+def get_run(run: str, services: ServicesDep) -> RunDetail:
+    """One run with its definition and history."""
+    with services.database.read() as session:
+        return views.run_detail(session, require_run(session, run))
+
+
+@router.patch("/{run}", operation_id="update_run", response_model=RunDetail, responses=refusals(404, 409))
+def update_run(run: str, body: RunUpdate, services: ServicesDep, once: OnceDep) -> Response:
+    """Change the note, or the target of a run that no trainer works on."""
+
+    def update(session: Session) -> RunDetail:
+        row = require_run(session, run)
+        if body.target is not None:
+            state = RunState(row.state)
+            if state not in AT_REST and state is not RunState.PENDING:
+                raise lifecycle.TransitionIllegalError(
+                    f"Run {run!r} is {state}; its target can change only in PENDING, STOPPED, FAILED and SUCCEEDED.",
+                    state,
+                )
+            row.target = require_target(session, body.target)
+        if body.note is not None:
+            row.note = body.note
+        row.updated_at = services.clock()
+        touch(session, row.id)
+        session.flush()
+        return views.run_detail(session, row)
+
+    return once(update)
+
+
+@router.delete("/{run}", operation_id="delete_run", status_code=204, responses=refusals(404, 409))
+def delete_run(run: str, once: OnceDep) -> Response:
+    """Forget a run that is at rest. Its files stay on the trainer's disk."""
+
+    def delete(session: Session) -> None:
+        row = require_run(session, run)
+        state = RunState(row.state)
+        if state not in AT_REST:
+            raise lifecycle.TransitionIllegalError(
+                f"Run {run!r} is {state}; it can be deleted in STOPPED, FAILED and SUCCEEDED.", state
+            )
+        runs.delete(session, row)
+
+    return once(delete, status=204)
+
+
+@router.post("/{run}:pause", operation_id="pause_run", response_model=RunDetail, responses=refusals(404, 409))
+def pause_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Save and hold; the trainer stays with the run."""
+    return _verb(run, Verb.PAUSE, services, once)
+
+
+@router.post("/{run}:resume", operation_id="resume_run", response_model=RunDetail, responses=refusals(404, 409))
+def resume_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Go on, from the last checkpoint where nothing runs any more."""
+    return _verb(run, Verb.RESUME, services, once)
+
+
+@router.post("/{run}:stop", operation_id="stop_run", response_model=RunDetail, responses=refusals(404, 409))
+def stop_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Save and give the trainer back; the run can be resumed later."""
+    return _verb(run, Verb.STOP, services, once)
+
+
+def _verb(name: str, verb: Verb, services: ServicesDep, once: OnceDep) -> Response:
+    def apply(session: Session) -> RunDetail:
+        row = require_run(session, name)
+        before = RunState(row.state)
+        after = lifecycle.after_verb(name, before, verb)
+        if after is not before:
+            runs.move(session, row, after, runs.Cause(verb), now=services.clock())
+            if verb is Verb.RESUME:
+                row.ended_early = False
+                trainers.pardon(session, row)
+            session.flush()
+        return views.run_detail(session, row)
+
+    return once(apply)

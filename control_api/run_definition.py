@@ -1,0 +1,65 @@
+"""From the body of a create to the definition of a run: read strictly, with files only where they may be."""
+
+import os
+from pathlib import Path
+
+from control_api.schemas import RunCreate
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+
+_MOST_RECIPE_LINES = 2000
+
+
+def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
+    """The run that the body defines.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, with every problem; PATH_NOT_ALLOWED.
+    """
+    try:
+        spec = _parse(body)
+    except RecursionError:
+        raise _no_run("The definition is nested too deeply.") from None
+    files = tuple(_allowed(file, data_roots) for file in spec.data.files)
+    prompts = spec.eval.prompts and _allowed(spec.eval.prompts, data_roots)
+    return spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update={"files": files}),
+            "eval": spec.eval.model_copy(update={"prompts": prompts}),
+        }
+    )
+
+
+def _parse(body: RunCreate) -> RunSpec:
+    if body.recipe is None:
+        assert body.spec is not None
+        return parse_spec(body.spec, body.overrides)
+    if body.recipe.count("\n") > _MOST_RECIPE_LINES:
+        raise _no_run(f"The recipe has more than {_MOST_RECIPE_LINES} lines.")
+    return parse_recipe(body.recipe, body.overrides)
+
+
+def _no_run(message: str) -> SpecInvalidError:
+    return SpecInvalidError(message, problems=[("", message)])
+
+
+def _allowed(file: str, roots: tuple[Path, ...]) -> str:
+    """The absolute path of a file that a run names; the file itself is not looked at, it may lie on another host."""
+    if not roots:
+        if Path(file).is_absolute():
+            return os.path.normpath(file)
+        raise SlipstreamError(
+            f"{file!r} is relative, and this server has no --data-root to start from.",
+            reason=Reason.PATH_NOT_ALLOWED,
+            remedy="Give an absolute path, as the target server sees it.",
+        )
+    path = Path(os.path.normpath(roots[0] / file))
+    if not any(path.is_relative_to(root) for root in roots):
+        raise SlipstreamError(
+            f"{file!r} is outside of what runs may read.",
+            reason=Reason.PATH_NOT_ALLOWED,
+            remedy=f"Put it into {' or '.join(map(str, roots))}, or start the server with another --data-root.",
+        )
+    return str(path)

@@ -1,0 +1,78 @@
+"""Trainers and their assignments."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from control_api.store import events
+from control_api.store.tables import Assignment, Run, Trainer
+
+
+def find(session: Session, name: str) -> Trainer | None:
+    """By name."""
+    return session.scalar(select(Trainer).where(Trainer.name == name))
+
+
+def page(session: Session, *, after: int, size: int) -> Sequence[Trainer]:
+    """In the order of their first registration."""
+    return session.scalars(select(Trainer).where(Trainer.id > after).order_by(Trainer.id).limit(size)).all()
+
+
+def unoccupied(session: Session) -> Sequence[Trainer]:
+    """Trainers without an open assignment, those that registered first come first."""
+    return session.scalars(select(Trainer).where(~Trainer.assignments.any()).order_by(Trainer.id)).all()
+
+
+def open_assignment(session: Session, trainer: Trainer) -> Assignment | None:
+    """What the trainer works on."""
+    return session.scalar(select(Assignment).where(Assignment.trainer_id == trainer.id, Assignment.ended_at.is_(None)))
+
+
+def open_assignments(session: Session, run: Run) -> Sequence[Assignment]:
+    """Who works on the run."""
+    return session.scalars(
+        select(Assignment).where(Assignment.run_id == run.id, Assignment.ended_at.is_(None)).order_by(Assignment.id)
+    ).all()
+
+
+def assignment_of(session: Session, trainer: Trainer, assignment_id: int) -> Assignment | None:
+    """An assignment that this trainer has, or had."""
+    assignment = session.get(Assignment, assignment_id)
+    return assignment if assignment is not None and assignment.trainer_id == trainer.id else None
+
+
+def was_detached(session: Session, run: Run, trainer: Trainer) -> bool:
+    """Whether a person took the trainer off the run the last time it worked on it."""
+    last = session.scalar(
+        select(Assignment)
+        .where(Assignment.run_id == run.id, Assignment.trainer_id == trainer.id)
+        .order_by(Assignment.id.desc())
+        .limit(1)
+    )
+    return last is not None and last.detach
+
+
+def assign(session: Session, run: Run, trainer: Trainer, *, now: float) -> Assignment:
+    """Give the run to the trainer, which must have nothing else."""
+    last = session.scalar(select(func.max(Assignment.attempt)).where(Assignment.run_id == run.id)) or 0
+    assignment = Assignment(run=run, trainer=trainer, attempt=last + 1, created_at=now, detach=False)
+    session.add(assignment)
+    session.flush()
+    data = {"trainer": trainer.name, "attempt": assignment.attempt, "assignment": assignment.id}
+    events.append(session, run.id, events.NewEvent("TRAINER_ASSIGNED", data=data), now=now)
+    return assignment
+
+
+def end_assignment(session: Session, assignment: Assignment, *, reason: str, now: float) -> None:
+    """Close it; the trainer learns that from its next heartbeat."""
+    assignment.ended_at = now
+    assignment.end_reason = reason
+    session.flush()
+    data = {"trainer": assignment.trainer.name, "attempt": assignment.attempt, "reason": reason}
+    events.append(session, assignment.run_id, events.NewEvent("TRAINER_ENDED", data=data), now=now)
+
+
+def pardon(session: Session, run: Run) -> None:
+    """Trainers that were detached from the run may be given it again."""
+    session.execute(update(Assignment).where(Assignment.run_id == run.id, Assignment.detach).values(detach=False))
