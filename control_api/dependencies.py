@@ -36,7 +36,7 @@ class Services:
     feed: Feed
 
 
-def get_services(request: Request) -> Services:
+async def get_services(request: Request) -> Services:
     """Those of the application that serves the request."""
     services = request.app.state.services
     assert isinstance(services, Services)
@@ -59,7 +59,7 @@ class Page:
         return base64.urlsafe_b64encode(b"after:%d" % ids[-1]).decode() if len(ids) == self.size else None
 
 
-def get_page(
+async def get_page(
     page_size: Annotated[int, Query(ge=1, le=1000)] = 100,
     page_token: Annotated[str, Query(max_length=64, description="next_page_token of the page before")] = "",
 ) -> Page:

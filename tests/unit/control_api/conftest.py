@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi.testclient import TestClient
 
 from control_api.app import create_app
@@ -31,10 +32,19 @@ def settings() -> Settings:
     return Settings()
 
 
+@pytest.fixture(scope="session")
+def portal() -> Iterator[BlockingPortal]:
+    """One event loop for all requests; a client of its own would start one for each."""
+    with start_blocking_portal() as started:
+        yield started
+
+
 @pytest.fixture
-def client(database: Database, settings: Settings, clock: FakeClock) -> TestClient:
+def client(database: Database, settings: Settings, clock: FakeClock, portal: BlockingPortal) -> TestClient:
     # Not entered: the lifespan would start the threads, and the test reconciles by itself.
-    return TestClient(create_app(database, settings, clock=clock), raise_server_exceptions=False)
+    client = TestClient(create_app(database, settings, clock=clock), raise_server_exceptions=False)
+    client.portal = portal
+    return client
 
 
 @pytest.fixture

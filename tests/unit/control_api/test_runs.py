@@ -1,0 +1,271 @@
+"""/v1/runs: definitions, verbs, keys, records."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from control_api.app import create_app
+from control_api.dependencies import Services
+from control_api.settings import Settings
+from control_api.store import runs
+from control_api.store.database import Database
+from slipstream.run_spec.states import VERB_TABLE, RunState, Verb, Verdict
+from tests.fakes.control_plane import SPEC, Desk, FakeClock, assert_problem
+
+RECIPE = """
+name = "from-recipe"
+[target]
+model = "some/model"
+[data]
+files = ["/data/a.jsonl"]
+[train]
+device = "cpu"
+attention = "sdpa"
+max_steps = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def _target(desk: Desk) -> None:
+    desk.target()
+
+
+@pytest.fixture
+def put(services: Services, desk: Desk) -> Callable[[RunState], None]:
+    """Puts the run `demo` into a state."""
+
+    def put(state: RunState) -> None:
+        desk.run()
+        with services.database.write() as session:
+            row = runs.find(session, "demo")
+            assert row is not None
+            runs.move(session, row, state, runs.Cause("test"), now=desk.clock())
+
+    return put
+
+
+def test_created_from_json(desk: Desk) -> None:
+    run = desk.run()
+    assert (run["state"], run["desired_state"], run["target"]) == ("PENDING", "RUNNING", "local")
+    assert run["allowed_verbs"] == ["stop"]
+    assert run["progress"] == {"step": 0, "max_steps": 100, "fraction": 0.0, "eta_seconds": None}
+    assert run["spec"]["optimizer"]["learning_rate"] == 6e-4, "the definition is complete"
+    assert [one["cause"] for one in run["history"]] == ["create"]
+    assert desk.get("runs/demo") == run
+    assert [one["name"] for one in desk.get("runs?state=PENDING")["runs"]] == ["demo"]
+    assert desk.get("runs?state=RUNNING")["runs"] == []
+
+
+def test_created_from_a_recipe_with_overrides(desk: Desk) -> None:
+    overrides = ["train.max_steps=7", "name=renamed", "train.max_tokens=10000"]
+    run = desk.post("/v1/runs", {"target": "local", "recipe": RECIPE, "overrides": overrides}, status=201)
+    assert (run["name"], run["spec"]["train"]["max_steps"]) == ("renamed", 7)
+    assert run["progress"]["max_steps"] == 4, "10000 tokens are four packs of 2048"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "location", "detail"),
+    [
+        (RECIPE + "max_stepz = 1\n", [], "body.spec.train.max_stepz", "recipe.toml:11: train.max_stepz: unknown key"),
+        (RECIPE, ["train.max_steps=many"], "body.spec.train.max_steps", "override: train.max_steps: found"),
+        (RECIPE, ["train.max_steps="], "body.spec.train", "the run never ends"),
+        (RECIPE.replace('"from-recipe"', '"From Recipe"'), [], "body.spec.name", "recipe.toml:2: name"),
+        ("", [], "body.spec.name", "missing"),
+    ],
+)
+def test_recipe_errors_name_the_key(
+    client: TestClient, recipe: str, overrides: list[str], location: str, detail: str
+) -> None:
+    response = client.post("/v1/runs", json={"target": "local", "recipe": recipe, "overrides": overrides})
+    body = assert_problem(response, 422, "SPEC_INVALID")
+    found = {one["location"]: one["detail"] for one in body["errors"]}
+    assert detail in found[location]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "detail"),
+    [
+        ("name = ", "recipe.toml:1:"),
+        ("a = " + "[" * 50_000, "nested"),
+        ("\n" * 3000, "more than 2000 lines"),
+        ("\x00", "broken TOML"),
+    ],
+)
+def test_broken_recipes(client: TestClient, recipe: str, detail: str) -> None:
+    body = assert_problem(client.post("/v1/runs", json={"target": "local", "recipe": recipe}), 422, "SPEC_INVALID")
+    assert detail in body["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"target": "local"},
+        {"target": "local", "spec": SPEC, "recipe": RECIPE},
+        {"target": "local", "spec": "text"},
+        {"target": "local", "spec": {"name": float("1e999")}},
+        {"target": "local", "spec": {"name": "\ud800"}},
+        {"target": "local", "spec": {"a": [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]}},
+        {"target": "local", "recipe": RECIPE, "overrides": "train.max_steps=1"},
+        {"target": 7, "recipe": RECIPE},
+        {"target": "local", "recipe": RECIPE, "note": "x" * 5000},
+    ],
+)
+def test_bodies_of_the_wrong_type(client: TestClient, body: dict[str, Any]) -> None:
+    response = client.post("/v1/runs", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert assert_problem(response, 422, "REQUEST_INVALID")["errors"]
+
+
+def test_spec_errors_name_the_key(client: TestClient) -> None:
+    spec = SPEC | {"train": SPEC["train"] | {"max_steps": "100"}}
+    body = assert_problem(client.post("/v1/runs", json={"target": "local", "spec": spec}), 422, "SPEC_INVALID")
+    assert [one["location"] for one in body["errors"]] == ["body.spec.train.max_steps"]
+
+
+def test_unknown_target(client: TestClient) -> None:
+    body = assert_problem(client.post("/v1/runs", json={"target": "other", "spec": SPEC}), 404, "TARGET_UNKNOWN")
+    assert "'other'" in body["detail"]
+
+
+def test_names_are_unique(client: TestClient, desk: Desk) -> None:
+    desk.run()
+    assert_problem(client.post("/v1/runs", json={"target": "local", "spec": SPEC}), 409, "NAME_TAKEN")
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "../a.jsonl", "~/a.jsonl"])
+def test_relative_files_need_a_root(client: TestClient, file: str) -> None:
+    spec = SPEC | {"data": {"files": [file]}}
+    assert_problem(client.post("/v1/runs", json={"target": "local", "spec": spec}), 422, "PATH_NOT_ALLOWED")
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("a.jsonl", "/data/one/a.jsonl"),
+        ("/data/two/b/a.jsonl", "/data/two/b/a.jsonl"),
+        ("b/../a.jsonl", "/data/one/a.jsonl"),
+        ("../a.jsonl", None),
+        ("/etc/passwd", None),
+        ("/data/one/../../etc/passwd", None),
+        ("/data/oneself/a.jsonl", None),
+    ],
+)
+def test_files_stay_inside_the_roots(database: Database, clock: FakeClock, file: str, found: str | None) -> None:
+    settings = Settings(data_roots=(Path("/data/one"), Path("/data/two")))
+    client = TestClient(create_app(database, settings, clock=clock))
+    spec = SPEC | {"data": {"files": [file]}}
+    response = client.post("/v1/runs", json={"target": "local", "spec": spec})
+    if found is None:
+        assert_problem(response, 422, "PATH_NOT_ALLOWED")
+    else:
+        assert response.json()["spec"]["data"]["files"] == [found]
+
+
+@pytest.mark.parametrize("verb", Verb)
+@pytest.mark.parametrize("state", RunState)
+def test_every_verb_in_every_state(
+    client: TestClient, desk: Desk, put: Callable[[RunState], None], state: RunState, verb: Verb
+) -> None:
+    put(state)
+    before = desk.get("runs/demo")
+    response = client.post(f"/v1/runs/demo:{verb}")
+    outcome = VERB_TABLE[verb][state]
+    if outcome is Verdict.ILLEGAL:
+        body = assert_problem(response, 409, "TRANSITION_ILLEGAL")
+        assert body["current_state"] == state
+        assert body["allowed_verbs"] == before["allowed_verbs"]
+        assert verb not in body["allowed_verbs"]
+        assert desk.get("runs/demo") == before
+    elif outcome is Verdict.NO_OP:
+        assert response.json() == before
+    else:
+        assert response.json()["state"] == outcome
+        assert response.json()["history"][-1]["cause"] == verb
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_deleted_only_at_rest(client: TestClient, desk: Desk, put: Callable[[RunState], None], state: RunState) -> None:
+    put(state)
+    response = client.delete("/v1/runs/demo")
+    if state in (RunState.STOPPED, RunState.FAILED, RunState.SUCCEEDED):
+        assert response.status_code == 204
+        assert_problem(client.get("/v1/runs/demo"), 404, "RUN_UNKNOWN")
+        assert desk.run()["directory"] == "demo.2", "old files are not taken for those of the new run"
+    else:
+        assert assert_problem(response, 409, "TRANSITION_ILLEGAL")["current_state"] == state
+
+
+def test_long_names_still_get_a_directory_of_their_own(client: TestClient, desk: Desk) -> None:
+    name = "x" * 63
+    for directory in (name, "x" * 61 + ".2", "x" * 61 + ".3"):
+        assert desk.run(name)["directory"] == directory
+        desk.verb("stop", name)
+        assert client.delete(f"/v1/runs/{name}").status_code == 204
+
+
+def test_only_note_and_target_change(client: TestClient, desk: Desk) -> None:
+    desk.run()
+    desk.target("other")
+    changed = client.patch("/v1/runs/demo", json={"note": "baseline", "target": "other"}).json()
+    assert (changed["note"], changed["target"]) == ("baseline", "other")
+    assert_problem(client.patch("/v1/runs/demo", json={"spec": SPEC}), 422, "REQUEST_INVALID")
+    assert_problem(client.patch("/v1/runs/demo", json={"target": "third"}), 404, "TARGET_UNKNOWN")
+    assert_problem(client.patch("/v1/runs/none", json={}), 404, "RUN_UNKNOWN")
+
+
+def test_the_target_of_a_running_run_stays(client: TestClient, desk: Desk, put: Callable[[RunState], None]) -> None:
+    put(RunState.RUNNING)
+    assert_problem(client.patch("/v1/runs/demo", json={"target": "local"}), 409, "TRANSITION_ILLEGAL")
+    assert client.patch("/v1/runs/demo", json={"note": "x"}).json()["note"] == "x"
+
+
+def test_the_same_key_gives_the_same_answer(client: TestClient, desk: Desk) -> None:
+    key = {"Idempotency-Key": "abc"}
+    body = {"target": "local", "spec": SPEC}
+    first = client.post("/v1/runs", json=body, headers=key)
+    desk.verb("stop")
+    again = client.post("/v1/runs", json=body, headers=key)
+    assert (again.status_code, again.content) == (201, first.content)
+    assert again.headers["idempotency-replayed"] == "true"
+    assert_problem(client.post("/v1/runs", json=body | {"note": "x"}, headers=key), 422, "IDEMPOTENCY_KEY_REUSED")
+    assert_problem(client.post("/v1/runs/demo:resume", headers=key), 422, "IDEMPOTENCY_KEY_REUSED")
+
+
+def test_a_repeated_verb_with_a_key_does_nothing_twice(client: TestClient, desk: Desk) -> None:
+    desk.run()
+    key = {"Idempotency-Key": "stop-1"}
+    assert client.post("/v1/runs/demo:stop", headers=key).json()["state"] == "STOPPED"
+    desk.verb("resume")
+    assert client.post("/v1/runs/demo:stop", headers=key).json()["state"] == "STOPPED", "the first answer"
+    assert desk.state() == "STARTING", "and no second stop"
+
+
+def test_refusals_and_old_answers_are_not_remembered(client: TestClient, desk: Desk) -> None:
+    key = {"Idempotency-Key": "k"}
+    assert_problem(client.post("/v1/runs/demo:stop", headers=key), 404, "RUN_UNKNOWN")
+    desk.run()
+    assert client.post("/v1/runs/demo:stop", headers=key).json()["state"] == "STOPPED"
+    desk.clock.forward(24 * 3600 + 1)
+    desk.reconcile()
+    desk.verb("resume")
+    assert client.post("/v1/runs/demo:stop", headers=key).json()["state"] == "STOPPING"
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a b"])
+def test_keys_are_checked(client: TestClient, key: str) -> None:
+    response = client.post("/v1/runs/demo:stop", headers={"Idempotency-Key": key})
+    assert_problem(response, 422, "REQUEST_INVALID")
+
+
+@pytest.mark.parametrize("path", ["", "/checkpoints", "/metrics", "/events", "/events:stream"])
+def test_nothing_is_known_of_an_unknown_run(client: TestClient, path: str) -> None:
+    assert_problem(client.get(f"/v1/runs/none{path}"), 404, "RUN_UNKNOWN")
+
+
+@pytest.mark.parametrize("cursor", ["x", "1", "1-2-3", "-1-2", "1-" + "9" * 40])
+def test_cursors_that_we_never_gave(client: TestClient, desk: Desk, cursor: str) -> None:
+    desk.run()
+    assert_problem(client.get("/v1/runs/demo/events:stream", params={"cursor": cursor}), 422, "REQUEST_INVALID")

@@ -1,0 +1,486 @@
+"""/v1/trainers and the reconciler: who works on what, and what becomes of a run."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from control_api.app import create_app
+from control_api.settings import Settings
+from control_api.store.database import Database
+from tests.fakes.control_plane import Desk, assert_problem, record, registration
+
+DIED = {"child": 1, "exit_code": -9, "reason": "INTERNAL", "message": "killed", "will_restart": True}
+GAVE_UP = DIED | {"child": 4, "reason": "OUT_OF_MEMORY", "message": "full.", "remedy": "Less.", "will_restart": False}
+
+
+def report(assignment: int, state: str, **more: Any) -> dict[str, Any]:
+    return {"assignment": assignment, "state": state} | more
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    return {"step": step, "incarnation": 1, "path": f"/runs/demo/step-{step}", "saved_at": "2026-01-01T00:00:00Z"}
+
+
+def test_registered_read_listed(client: TestClient, desk: Desk) -> None:
+    created = desk.trainer()
+    assert (created["status"], created["run"]) == ("FREE", None)
+    assert desk.get("trainers/t1") == created
+    assert desk.get("trainers")["trainers"] == [created]
+    assert desk.trainer() == created, "the same agent again"
+
+
+def test_two_agents_with_one_name(client: TestClient, desk: Desk) -> None:
+    desk.trainer()
+    other = registration("t1", instance_id="another")
+    assert_problem(client.post("/v1/trainers", json=other), 409, "NAME_TAKEN")
+    assert_problem(client.post("/v1/trainers/t1:heartbeat", json={"instance_id": "another"}), 409, "NAME_TAKEN")
+    desk.clock.forward(16)
+    assert client.post("/v1/trainers", json=other).status_code == 201, "the first one is gone"
+    assert_problem(client.post("/v1/trainers/t1:heartbeat", json={"instance_id": "t1-1"}), 409, "NAME_TAKEN")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_another_protocol_version(client: TestClient, version: int) -> None:
+    response = client.post("/v1/trainers", json=registration("t1", protocol_version=version))
+    body = assert_problem(response, 422, "PROTOCOL_MISMATCH")
+    assert f"speaks protocol {version}, this server speaks 1" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "location"),
+    [
+        ({"devices": []}, "body.devices"),
+        ({"devices": [{"kind": "tpu"}]}, "body.devices.0.kind"),
+        ({"protocol_version": "1"}, "body.protocol_version"),
+        ({"instance_id": ""}, "body.instance_id"),
+        ({"storage": None}, "body.storage"),
+        ({"rank": 0}, "body.rank"),
+    ],
+)
+def test_registrations_are_checked(client: TestClient, change: dict[str, Any], location: str) -> None:
+    response = client.post("/v1/trainers", json=registration("t1", **change))
+    assert [one["location"] for one in assert_problem(response, 422)["errors"]] == [location]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": "DREAMING"},
+        {"assignment": 0},
+        {"assignment": 2**60},
+        {"state": "FAILED"},
+        {"metrics": {"first_index": -1, "records": []}},
+        {"metrics": {"first_index": 0, "records": [{"step": 1}]}},
+        {"metrics": {"first_index": 0, "records": [record(True)]}},
+        {"metrics": {"first_index": 0, "records": [record(0)] * 201}},
+        {"events": [{"id": "1", "type": "lower", "time": "2026-01-01T00:00:00Z"}]},
+        {"events": [{"id": "1", "type": "UPPER", "time": "2026-01-01T00:00:00"}]},
+        {"events": [{"id": "1", "type": "UPPER", "time": "0001-01-01T00:00:00+14:00"}]},
+        {"checkpoints": [{"step": 1}]},
+        {"exit": DIED | {"reason": "BAD_LUCK"}},
+    ],
+)
+def test_reports_are_checked(client: TestClient, desk: Desk, change: dict[str, Any]) -> None:
+    desk.trainer()
+    body = {"instance_id": "t1-1", "report": report(1, "RUNNING") | change}
+    assert assert_problem(client.post("/v1/trainers/t1:heartbeat", json=body), 422)["errors"]
+
+
+def test_an_unknown_trainer_is_told_to_register(client: TestClient) -> None:
+    assert_problem(client.post("/v1/trainers/t1:heartbeat", json={"instance_id": "x"}), 404, "TRAINER_UNKNOWN")
+
+
+def test_from_pending_to_the_end(desk: Desk) -> None:
+    desk.target()
+    desk.run()
+    desk.reconcile()
+    assert desk.state() == "PENDING"
+    assert desk.conditions() == {"NO_TRAINER_FREE"}
+    desk.trainer()
+    desk.reconcile()
+    assert desk.state() == "STARTING"
+    assert desk.conditions() == set()
+    assignment = desk.beat()["assignment"]
+    assert (assignment["run"], assignment["attempt"], assignment["desired_state"]) == ("demo", 1, "RUNNING")
+    assert assignment["target"] == {"name": "local", "address": "127.0.0.1:1"}
+    assert (assignment["spec"]["name"], assignment["spec"]["train"]["max_steps"]) == ("demo", 100)
+    desk.beat("t1", report(assignment["id"], "STARTING"))
+    assert desk.state() == "STARTING"
+    progress = {"step": 25, "total_steps": 50}
+    desk.beat("t1", report(assignment["id"], "RUNNING", progress=progress))
+    run = desk.get("runs/demo")
+    assert (run["state"], run["trainers"], run["progress"]["fraction"]) == ("RUNNING", ["t1"], 0.5)
+    assert desk.get("trainers/t1")["status"] == "BUSY"
+    answer = desk.beat("t1", report(assignment["id"], "SUCCEEDED"))
+    assert answer["assignment"] is None
+    run = desk.get("runs/demo")
+    assert (run["state"], run["trainers"]) == ("SUCCEEDED", [])
+    assert [one["state"] for one in run["history"]] == ["PENDING", "STARTING", "RUNNING", "SUCCEEDED"]
+    assert desk.get("trainers/t1")["status"] == "FREE"
+
+
+def test_pause_resume_stop_resume(desk: Desk) -> None:
+    work = desk.running()
+    desk.verb("pause")
+    assert desk.beat("t1", report(work, "RUNNING"))["assignment"]["desired_state"] == "PAUSED"
+    assert desk.state() == "PAUSING"
+    assert desk.beat("t1", report(work, "PAUSED"))["assignment"]["id"] == work, "the trainer stays with the run"
+    assert desk.state() == "PAUSED"
+    desk.verb("resume")
+    assert desk.beat("t1", report(work, "PAUSED"))["assignment"]["desired_state"] == "RUNNING"
+    assert desk.state() == "STARTING"
+    desk.beat("t1", report(work, "RUNNING"))
+    assert desk.state() == "RUNNING"
+    desk.verb("stop")
+    assert desk.beat("t1", report(work, "RUNNING"))["assignment"]["desired_state"] == "STOPPED"
+    assert desk.beat("t1", report(work, "STOPPED"))["assignment"] is None
+    assert desk.state() == "STOPPED"
+    desk.verb("resume")
+    desk.reconcile()
+    again = desk.beat()["assignment"]
+    assert (again["attempt"], again["desired_state"], desk.state()) == (2, "RUNNING", "STARTING")
+
+
+def test_resumed_while_it_was_pausing(desk: Desk) -> None:
+    work = desk.running()
+    desk.verb("pause")
+    assert desk.verb("resume")["state"] == "RUNNING"
+    assert desk.beat("t1", report(work, "PAUSED"))["assignment"]["desired_state"] == "RUNNING"
+    assert desk.state() == "RUNNING"
+
+
+def test_paused_before_any_trainer_was_found(desk: Desk) -> None:
+    desk.target()
+    desk.run()
+    desk.verb("stop")
+    desk.verb("resume")
+    desk.verb("pause")
+    desk.reconcile()
+    assert desk.state() == "PAUSED"
+    desk.verb("stop")
+    desk.reconcile()
+    assert desk.state() == "STOPPED"
+
+
+def test_resumed_without_a_trainer_it_waits_in_pending(desk: Desk) -> None:
+    desk.target()
+    desk.run()
+    desk.verb("stop")
+    assert desk.verb("resume")["state"] == "STARTING"
+    desk.reconcile()
+    assert desk.state() == "PENDING"
+    assert desk.conditions() == {"NO_TRAINER_FREE"}
+
+
+def test_a_child_that_dies_is_told_once_and_restarted(desk: Desk) -> None:
+    work = desk.running()
+    for _ in range(2):
+        desk.beat("t1", report(work, "STARTING", exit=DIED))
+    desk.reconcile()
+    assert desk.state() == "RUNNING"
+    assert desk.conditions() == {"TRAINER_RESTARTING"}
+    died = [one for one in desk.get("runs/demo/events")["events"] if one["type"] == "CHILD_DIED"]
+    assert [(one["source"], one["message"], one["data"]["exit_code"]) for one in died] == [("t1", "killed", -9)]
+    desk.beat("t1", report(work, "RUNNING", exit=DIED))
+    desk.reconcile()
+    assert desk.conditions() == set()
+
+
+def test_a_fatal_end_has_its_reason(desk: Desk) -> None:
+    work = desk.running()
+    assert desk.beat("t1", report(work, "FAILED", exit=GAVE_UP))["assignment"] is None
+    run = desk.get("runs/demo")
+    assert (run["state"], run["reason"], run["message"]) == ("FAILED", "OUT_OF_MEMORY", "full. Less.")
+    assert desk.verb("resume")["reason"] is None
+
+
+def test_silence_then_the_same_trainer_again(desk: Desk) -> None:
+    work = desk.running()
+    desk.clock.forward(16)
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("RUNNING", {"TRAINER_LOST"})
+    assert desk.get("trainers/t1")["status"] == "LOST"
+    assert desk.beat("t1")["assignment"]["id"] == work, "an agent that was started again finds its work"
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("RUNNING", set())
+
+
+def test_silence_then_another_trainer(desk: Desk) -> None:
+    work = desk.running()
+    desk.clock.forward(16)
+    desk.trainer("t2")
+    desk.reconcile()
+    run = desk.get("runs/demo")
+    assert (run["state"], run["trainers"]) == ("RUNNING", ["t2"])
+    assert desk.beat("t1", report(work, "RUNNING"))["assignment"] is None, "the first one stops its child"
+
+
+def test_silence_for_too_long(desk: Desk) -> None:
+    desk.running()
+    desk.clock.forward(299)
+    desk.reconcile()
+    assert desk.state() == "RUNNING"
+    desk.clock.forward(2)
+    desk.reconcile()
+    run = desk.get("runs/demo")
+    assert (run["state"], run["reason"], run["trainers"]) == ("FAILED", "TRAINERS_LOST", [])
+
+
+def test_grace_begins_with_the_control_plane(desk: Desk, database: Database) -> None:
+    desk.running()
+    desk.clock.forward(10_000)
+    restarted = create_app(database, Settings(), clock=desk.clock)
+    reconciler = restarted.state.services.reconciler
+    reconciler.reconcile()
+    assert (desk.state(), desk.conditions()) == ("RUNNING", set()), "it has listened for no second"
+    desk.clock.forward(301)
+    reconciler.reconcile()
+    assert desk.state() == "FAILED"
+
+
+def test_a_paused_run_waits_for_ever(desk: Desk) -> None:
+    work = desk.running()
+    desk.verb("pause")
+    desk.beat("t1", report(work, "PAUSED"))
+    desk.clock.forward(10_000)
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("PAUSED", {"TRAINER_LOST"})
+    desk.trainer("t2")
+    desk.verb("resume")
+    desk.reconcile()
+    assert desk.get("runs/demo")["trainers"] == ["t2"]
+
+
+@pytest.mark.parametrize(("verb", "state"), [("pause", "PAUSED"), ("stop", "STOPPED")])
+def test_lost_while_it_should_save(desk: Desk, verb: str, state: str) -> None:
+    desk.running()
+    desk.verb(verb)
+    desk.clock.forward(16)
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == (state, {"ENDED_AT_LAST_CHECKPOINT"})
+    desk.verb("resume")
+    desk.reconcile()
+    assert "ENDED_AT_LAST_CHECKPOINT" not in desk.conditions()
+
+
+def test_no_trainer_for_a_target_that_is_away(desk: Desk) -> None:
+    desk.target(status="UNREACHABLE")
+    desk.trainer()
+    desk.run()
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("PENDING", {"TARGET_UNREACHABLE"})
+    desk.target(status="REACHABLE")
+    desk.reconcile()
+    assert desk.state() == "STARTING"
+    desk.target(status="UNREACHABLE")
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("STARTING", {"TARGET_UNREACHABLE"})
+
+
+def test_a_trainer_says_that_its_target_is_away(desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "RUNNING", target_unreachable=True))
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("RUNNING", {"TARGET_UNREACHABLE"})
+    desk.verb("pause")
+    desk.beat("t1", report(work, "PAUSED"))
+    assert desk.state() == "PAUSED", "pause works while the target is down"
+
+
+def test_runs_go_to_trainers_that_can_train_them(desk: Desk) -> None:
+    desk.target()
+    desk.trainer("cpu-only")
+    desk.run("needs-gpu", train={"device": "cuda", "attention": "flex", "max_steps": 1})
+    desk.reconcile()
+    [condition] = desk.get("runs/needs-gpu")["conditions"]
+    assert condition["message"] == "needs-gpu needs a GPU; cpu-only has cpu."
+    desk.trainer("gpu5", devices=[{"kind": "cuda", "index": 5}])
+    desk.reconcile()
+    assert desk.get("runs/needs-gpu")["trainers"] == ["gpu5"]
+
+
+def test_a_run_goes_on_only_where_its_checkpoints_are(desk: Desk, client: TestClient) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "RUNNING", checkpoints=[checkpoint(10)]))
+    desk.verb("stop")
+    desk.beat("t1", report(work, "STOPPED"), leaving=True)
+    desk.trainer("elsewhere", storage="disk-2")
+    desk.verb("resume")
+    desk.reconcile()
+    assert (desk.state(), desk.conditions()) == ("PENDING", {"NO_TRAINER_FREE"})
+    response = client.post("/v1/trainers/elsewhere:attach", json={"run": "demo"})
+    assert "storage" in assert_problem(response, 409, "TRAINER_UNSUITABLE")["detail"]
+    desk.trainer("beside", storage="disk-1")
+    desk.reconcile()
+    assert desk.get("runs/demo")["trainers"] == ["beside"]
+
+
+def test_a_second_trainer_for_a_second_run(desk: Desk, client: TestClient) -> None:
+    work = desk.running()
+    desk.trainer("t2")
+    assert_problem(client.post("/v1/trainers/t2:attach", json={"run": "demo"}), 409, "RUN_HAS_TRAINER")
+    desk.run("second")
+    assert desk.post("/v1/trainers/t2:attach", {"run": "second"})["run"] == "second"
+    assert desk.state("second") == "STARTING"
+    assert_problem(client.post("/v1/trainers/t2:attach", json={"run": "demo"}), 409, "TRAINER_BUSY")
+    assert desk.beat("t1", report(work, "RUNNING"))["assignment"]["id"] == work
+
+
+def test_detached_and_attached_again(desk: Desk) -> None:
+    work = desk.running()
+    desk.post("/v1/trainers/t1:detach")
+    assert desk.beat("t1", report(work, "RUNNING"))["assignment"]["desired_state"] == "STOPPED"
+    assert desk.beat("t1", report(work, "STOPPED"))["assignment"] is None
+    desk.reconcile()
+    assert desk.state() == "PENDING", "it is not given back by itself"
+    assert "was detached" in desk.get("runs/demo")["conditions"][0]["message"]
+    desk.post("/v1/trainers/t1:attach", {"run": "demo"})
+    assert desk.beat()["assignment"]["desired_state"] == "RUNNING"
+
+
+def test_detached_from_a_paused_run_the_trainer_is_free(desk: Desk) -> None:
+    work = desk.running()
+    desk.verb("pause")
+    desk.beat("t1", report(work, "PAUSED"))
+    desk.post("/v1/trainers/t1:detach")
+    desk.beat("t1", report(work, "STOPPED"))
+    desk.reconcile()
+    assert (desk.state(), desk.get("trainers/t1")["status"]) == ("PAUSED", "FREE")
+    desk.verb("resume")
+    desk.reconcile()
+    assert desk.get("runs/demo")["trainers"] == ["t1"], "whoever resumes wants it to go on"
+
+
+def test_detaching_a_trainer_that_is_lost(desk: Desk) -> None:
+    desk.running()
+    desk.post("/v1/trainers/t1:detach")
+    desk.clock.forward(16)
+    desk.reconcile()
+    assert (desk.state(), desk.get("trainers/t1")["run"]) == ("PENDING", None)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "run", "status", "reason"),
+    [
+        ("none", "demo", 404, "TRAINER_UNKNOWN"),
+        ("t2", "none", 404, "RUN_UNKNOWN"),
+        ("t2", "ended", 409, "TRANSITION_ILLEGAL"),
+    ],
+)
+def test_attach_refused(client: TestClient, desk: Desk, trainer: str, run: str, status: int, reason: str) -> None:
+    desk.running()
+    desk.trainer("t2")
+    desk.run("ended")
+    desk.verb("stop", "ended")
+    assert_problem(client.post(f"/v1/trainers/{trainer}:attach", json={"run": run}), status, reason)
+
+
+def test_attaching_or_detaching_who_cannot_be(client: TestClient, desk: Desk) -> None:
+    desk.target()
+    desk.run()
+    desk.trainer()
+    assert_problem(client.post("/v1/trainers/t1:detach"), 409, "TRAINER_IDLE")
+    desk.clock.forward(16)
+    assert_problem(client.post("/v1/trainers/t1:attach", json={"run": "demo"}), 409, "TRAINER_LOST")
+
+
+def test_an_agent_that_leaves_gives_its_run_to_another(desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "RUNNING"), leaving=True)
+    assert desk.get("trainers/t1")["status"] == "LEAVING"
+    desk.beat("t1", report(work, "STOPPED"), leaving=True)
+    desk.reconcile()
+    assert desk.state() == "PENDING"
+    desk.trainer("t2")
+    desk.reconcile()
+    assert desk.get("runs/demo")["trainers"] == ["t2"]
+
+
+def test_metrics_are_stored_once_and_without_a_gap(desk: Desk) -> None:
+    work = desk.running()
+
+    def send(first: int, *steps: int) -> int:
+        batch = {"first_index": first, "records": [record(step) for step in steps]}
+        return int(desk.beat("t1", report(work, "RUNNING", metrics=batch))["acknowledged"]["next_metric_index"])
+
+    assert send(0, 0, 1, 2) == 3
+    assert send(0, 0, 1, 2) == 3, "a heartbeat whose answer was lost"
+    assert send(2, 2, 3) == 4, "an overlap"
+    assert send(9, 9) == 4, "nothing is taken after a gap"
+    assert desk.beat()["assignment"]["next_metric_index"] == 4, "where another process goes on"
+    again = {"first_index": 4, "records": [record(2, incarnation=2), record(3, incarnation=2)]}
+    desk.beat("t1", report(work, "RUNNING", metrics=again, progress={"step": 4, "total_steps": 100}))
+    stored = desk.get("runs/demo/metrics")["metrics"]
+    assert [(one["step"], one["incarnation"]) for one in stored] == [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
+    run = desk.get("runs/demo")
+    assert run["latest_metrics"] == record(3, incarnation=2)
+    assert run["throughput"] == {"trainer_tokens_per_second": 256.0, "data_wait_ratio": pytest.approx(0.2)}
+    assert run["progress"] == {"step": 4, "max_steps": 100, "fraction": 0.04, "eta_seconds": 10.0}
+
+
+def test_strange_numbers_in_records_harm_nobody(desk: Desk) -> None:
+    work = desk.running()
+    strange = record(0) | {"seconds": 10**400, "eta_seconds": "soon", "tokens_per_second": True}
+    desk.beat("t1", report(work, "RUNNING", metrics={"first_index": 0, "records": [strange]}))
+    run = desk.get("runs/demo")
+    assert (run["throughput"], run["progress"]["eta_seconds"], run["latest_metrics"]["seconds"]) == (
+        None,
+        None,
+        10**400,
+    )
+
+
+def test_what_happened_is_kept_when_the_assignment_is_over(desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "SUCCEEDED"))
+    event = {
+        "id": "e1",
+        "type": "WARMED_UP",
+        "message": "12 s",
+        "time": "2026-01-01T00:00:00Z",
+        "data": {"seconds": 12},
+    }
+    batch = {"first_index": 0, "records": [record(0)]}
+    late = report(work, "SUCCEEDED", metrics=batch, events=[event], checkpoints=[checkpoint(1), checkpoint(2)])
+    for _ in range(2):
+        assert desk.beat("t1", late)["acknowledged"] == {"assignment": work, "next_metric_index": 1}
+    seen = [one for one in desk.get("runs/demo/events")["events"] if one["type"] in ("WARMED_UP", "CHECKPOINT_SAVED")]
+    assert [one["type"] for one in seen] == ["WARMED_UP", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
+    assert (seen[0]["source"], seen[0]["time"]) == ("t1", "2026-01-01T00:00:00.000+00:00")
+    desk.beat("t1", report(work, "SUCCEEDED", checkpoints=[checkpoint(2)]))
+    assert [one["step"] for one in desk.get("runs/demo/checkpoints")["checkpoints"]] == [2]
+    assert desk.get("runs/demo")["latest_checkpoint_step"] == 2
+
+
+def test_reports_of_what_is_not_ones_own(desk: Desk) -> None:
+    work = desk.running()
+    desk.trainer("t2")
+    for assignment in (work, 999):
+        answer = desk.beat("t2", report(assignment, "FAILED", exit=GAVE_UP))
+        assert (answer["acknowledged"], answer["assignment"]) == (None, None)
+    assert desk.state() == "RUNNING"
+
+
+def test_deleted_while_an_agent_still_reports(client: TestClient, desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "SUCCEEDED"))
+    assert client.delete("/v1/runs/demo").status_code == 204
+    answer = desk.beat("t1", report(work, "SUCCEEDED"))
+    assert (answer["acknowledged"], answer["assignment"]) == (None, None)
+
+
+def test_another_storage_under_the_same_name(client: TestClient, desk: Desk) -> None:
+    desk.running()
+    desk.trainer("t1", storage="disk-2")
+    desk.reconcile()
+    assert desk.beat()["assignment"]["attempt"] == 2
+
+
+def test_oldest_run_first(desk: Desk) -> None:
+    desk.target()
+    for name in ("b", "a"):
+        desk.run(name)
+    desk.trainer()
+    desk.reconcile()
+    assert (desk.state("b"), desk.state("a")) == ("STARTING", "PENDING")
