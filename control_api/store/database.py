@@ -1,6 +1,7 @@
 """The database file: opened or refused in words, and the two kinds of transactions."""
 
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ class Database:
         self.path = _path_of(url)
         self._engine = _engine(self.path, busy_seconds)
         self._listeners: list[Listener] = []
+        # SQLite's own lock is polled for; the threads of this process queue instead.
+        self._one_writer = threading.Lock()
         try:
             with database_errors_in_words(str(self.path)):
                 self._prepare()
@@ -66,7 +69,11 @@ class Database:
             SlipstreamError: DATABASE_LOCKED, DATABASE_READ_ONLY, DISK_FULL.
         """
         engine = self._engine.execution_options(immediate=True)
-        with database_errors_in_words(str(self.path)), Session(engine, expire_on_commit=False) as session:
+        with (
+            self._one_writer,
+            database_errors_in_words(str(self.path)),
+            Session(engine, expire_on_commit=False) as session,
+        ):
             session.connection()  # take the lock now: what is read below is still true when it is written
             yield session
             session.commit()

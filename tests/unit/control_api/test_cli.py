@@ -35,3 +35,17 @@ def test_port_in_use_is_named() -> None:
         with pytest.raises(SlipstreamError, match=address) as refused:
             serve(["--listen", address])
     assert refused.value.reason is Reason.PORT_IN_USE
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_times_are_positive(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        serve(["--listen", "127.0.0.1:0", "--grace-seconds", seconds])
+    assert refused.value.code == 2
+    assert "--grace-seconds" in capsys.readouterr().err
+
+
+def test_a_database_that_cannot_be_used_is_refused_before_serving(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        serve(["--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/none/a.sqlite"])
+    assert refused.value.reason is Reason.DATABASE_READ_ONLY
