@@ -1,7 +1,8 @@
 """Target server and trainer as separate processes on one GPU, then decoding: the whole path, measured.
 
-    python -m benchmarks.first_light --model SmolLM2-135M-Instruct --conversations C.jsonl.gz --prompts P.jsonl \\
-        --max-steps N
+    python -m benchmarks.first_light --model SmolLM2-135M-Instruct --conversations C.jsonl.gz --prompts P.jsonl
+
+A short run measures the speed first; the real one gets as many steps as take --train-seconds at that speed.
 
 Baseline: SpecForge's DFlash with the target in its own process, 210 s on the same GPU, data and prompts: 49 k tokens/s,
 mean accepted length (bonus included, greedy, 128 tokens, 12 prompts a source) 2.25 on GSM8K and 1.40 on HumanEval.
@@ -13,6 +14,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ BASELINE = "SpecForge DFlash, target in process, 210 s, one H200"
 BASELINE_TOKENS_PER_SECOND = 49_000.0
 BASELINE_ACCEPTED = {"gsm8k": 2.25, "humaneval": 1.40}
 TRAIN_SECONDS = 210.0
+EVALUATION_SECONDS = 110.0
+"""What --leave-by keeps for evaluation."""
 
 
 def main() -> int:
@@ -30,17 +35,26 @@ def main() -> int:
     parser.add_argument("--conversations", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--recipe", default="recipes/smollm2-135m-1gpu.toml")
-    parser.add_argument("--max-steps", type=int, required=True, help=f"so many that training takes {TRAIN_SECONDS} s")
+    parser.add_argument("--train-seconds", type=float, default=TRAIN_SECONDS)
+    parser.add_argument("--calibration-steps", type=int, default=120)
+    parser.add_argument("--leave-by", type=float, help="seconds from now; training is cut to leave time for evaluation")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that decode at once")
     parser.add_argument("--prompts-per-source", type=int, default=12)
     parser.add_argument("--work", type=Path, default=Path("first-light"))
     parser.add_argument("--commit", help="for machines without the repository")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    memory = train(args)
+    started = time.monotonic()
+    memory: dict[str, float] = {}
+    with target_server(args, memory) as address:
+        speed = calibrate(args, address, memory)
+        seconds = args.train_seconds
+        if args.leave_by:
+            seconds = min(seconds, args.leave_by - (time.monotonic() - started) - EVALUATION_SECONDS)
+        train(args, address, "run", max(1, int(seconds * speed)), memory)
     report = evaluate(args)
-    records = [json.loads(line) for line in (args.work / "run" / "metrics.jsonl").read_text().splitlines()]
-    rows = make_rows([r for r in records if "loss" in r], report, memory)
+    rows = make_rows(step_records(args.work / "run"), report, memory)
     extra = {"settings": overrides(args), "evaluation": report["results"], "lossless": report["lossless"]}
     path = write_results("first_light", rows, commit=args.commit, extra=extra)
     sys.stdout.write(path.read_text())
@@ -50,40 +64,64 @@ def main() -> int:
 def overrides(args: argparse.Namespace) -> list[str]:
     """Recipe overrides, the same for server and trainer."""
     files = json.dumps([str(args.conversations.resolve())])
-    fixed = [f"target.model={args.model}", f"data.files={files}", f"train.max_steps={args.max_steps}"]
-    return [word for item in (*fixed, *args.set) for word in ("--set", item)]
+    items = (f"target.model={args.model}", f"data.files={files}", *args.set)
+    return [word for item in items for word in ("--set", item)]
 
 
-def train(args: argparse.Namespace) -> dict[str, float]:
-    """Run server and trainer to the end of the run; returns the GPU memory by process, in MiB (largest seen)."""
+@contextmanager
+def target_server(args: argparse.Namespace, memory: dict[str, float]) -> Iterator[str]:
+    """A target server on the GPU; gives its address once it listens."""
     port_file = args.work / "target.port"
     port_file.unlink(missing_ok=True)
-    serve = [sys.executable, "-m", "target_server", "serve", args.recipe, *overrides(args)]
-    serve += ["--listen", "127.0.0.1:0", "--port-file", str(port_file), "--device", "cuda"]
-    serve += ["--ledger", str(args.work / "ledger.sqlite"), "--data-root", str(args.conversations.resolve().parent)]
-    memory: dict[str, float] = {"target server": 0.0, "trainer": 0.0}
-    with subprocess.Popen(serve) as server:
+    command = [sys.executable, "-m", "target_server", "serve", args.recipe, *overrides(args)]
+    command += ["--listen", "127.0.0.1:0", "--port-file", str(port_file), "--device", "cuda"]
+    # A finished calibration must not hold back the run that follows it.
+    command += ["--subscription-timeout", "10"]
+    command += ["--ledger", str(args.work / "ledger.sqlite"), "--data-root", str(args.conversations.resolve().parent)]
+    with (args.work / "target-server.log").open("wb") as log, subprocess.Popen(command, stderr=log) as server:
         try:
             while not port_file.exists():
                 if server.poll() is not None:
-                    raise SystemExit(f"target server ended with {server.returncode}")
+                    raise SystemExit(f"target server ended with {server.returncode}, see {log.name}")
                 time.sleep(0.2)
-            port = port_file.read_text().strip().rpartition(":")[2]
-            run = [sys.executable, "-m", "drafter_trainer", "run", args.recipe, *overrides(args)]
-            run += ["--target", f"127.0.0.1:{port}", "--run-dir", str(args.work / "run")]
-            with subprocess.Popen(run) as trainer:
-                while trainer.poll() is None:
-                    note_memory(memory, {server.pid: "target server", trainer.pid: "trainer"})
-                    time.sleep(5)
-            if trainer.returncode != 0:
-                raise SystemExit(f"trainer ended with {trainer.returncode}")
+            yield f"127.0.0.1:{port_file.read_text().strip().rpartition(':')[2]}"
+            note_memory(memory, {server.pid: "target server"})
         finally:
             server.terminate()
-    return memory
+
+
+def calibrate(args: argparse.Namespace, address: str, memory: dict[str, float]) -> float:
+    """Steps per second of a short run, its first half left out."""
+    train(args, address, "calibration", args.calibration_steps, memory)
+    records = step_records(args.work / "calibration")
+    steady = records[len(records) // 2 :]
+    return len(steady) / sum(record["seconds"] for record in steady)
+
+
+def train(args: argparse.Namespace, address: str, name: str, max_steps: int, memory: dict[str, float]) -> None:
+    """Run a trainer to the end of its run."""
+    command = [sys.executable, "-m", "drafter_trainer", "run", args.recipe, *overrides(args)]
+    command += ["--set", f"name={name}", "--set", f"train.max_steps={max_steps}", "--set", "train.max_tokens="]
+    command += ["--target", address, "--run-dir", str(args.work / name)]
+    with (args.work / f"{name}.log").open("wb") as log, subprocess.Popen(command, stderr=log) as trainer:
+        try:
+            while trainer.poll() is None:
+                note_memory(memory, {trainer.pid: "trainer"})
+                time.sleep(2)
+        finally:
+            trainer.terminate()
+    if trainer.returncode != 0:
+        raise SystemExit(f"trainer ended with {trainer.returncode}, see {log.name}")
+
+
+def step_records(run: Path) -> list[dict[str, Any]]:
+    """The steps of a run from its metrics."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
 
 
 def note_memory(memory: dict[str, float], names: dict[int, str]) -> None:
-    """Raise the maxima by what the driver reports now."""
+    """Raise the maxima, in MiB, by what the driver reports for these processes now."""
     answer = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -94,7 +132,7 @@ def note_memory(memory: dict[str, float], names: dict[int, str]) -> None:
         pid, _, mebibytes = line.partition(",")
         if pid.strip().isdigit() and int(pid) in names and mebibytes.strip().isdigit():
             name = names[int(pid)]
-            memory[name] = max(memory[name], float(mebibytes))
+            memory[name] = max(memory.get(name, 0.0), float(mebibytes))
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +140,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     output = args.work / "eval.json"
     command = [sys.executable, "-m", "drafter_trainer", "eval", str(args.work / "run"), "--target-model", args.model]
     command += ["--prompts", str(args.prompts), "--num-prompts", str(args.prompts_per_source)]
-    command += ["--max-new-tokens", "128", "--device", "cuda", "--output", str(output)]
+    command += ["--max-new-tokens", "128", "--device", "cuda", "--output", str(output), "--jobs", str(args.jobs)]
     status = subprocess.call(command, env={**os.environ, "COLUMNS": "140"})
     if not output.exists():
         raise SystemExit(f"the evaluation ended with {status}")
