@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -101,6 +102,8 @@ def _serve(bound: socket.socket, url: str, settings: Settings) -> None:
                 await super().shutdown(sockets)
 
         server = Server(config)
+        # The server takes the signal first and sends it again when it has left: status 0, and the database is closed.
+        signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
         bound.listen()
         host, port = bound.getsockname()[:2]
         log_event(

@@ -84,6 +84,8 @@ def _observe(session: Session, assignment: Assignment, report: AssignmentReport,
     if report.progress is not None:
         run.steps = report.progress.step
         run.total_steps = report.progress.total_steps or run.total_steps
+    if report.state != "STARTING":
+        assignment.restarting = False
     if report.exit is not None:
         _note_exit(session, assignment, report.exit, now)
     others = len(trainers.open_assignments(session, run)) - 1
@@ -100,6 +102,7 @@ def _note_exit(session: Session, assignment: Assignment, ended: ChildExit, now: 
     if assignment.last_exit is not None and assignment.last_exit["child"] >= ended.child:
         return
     assignment.last_exit = ended.model_dump(mode="json")
+    assignment.restarting = ended.will_restart
     data = assignment.last_exit | {"attempt": assignment.attempt}
     event = events.NewEvent("CHILD_DIED", _in_words(ended), data, source=assignment.trainer.name)
     events.append(session, assignment.run_id, event, now=now)

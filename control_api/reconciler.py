@@ -163,7 +163,7 @@ class Reconciler:
                 silent_seconds=self.silent_seconds(one.trainer, now),
                 is_lost=self.is_lost(one.trainer, now),
                 target_unreachable=one.target_unreachable,
-                is_restarting=one.observed == "STARTING" and one.last_exit is not None,
+                is_restarting=one.restarting,
             )
             for one in held
         ]

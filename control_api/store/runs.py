@@ -63,6 +63,8 @@ def move(session: Session, run: Run, state: RunState, cause: Cause, *, now: floa
     run.reason = cause.reason if state is RunState.FAILED else None
     run.message = cause.message if state is RunState.FAILED else ""
     run.updated_at = now
+    if state in AT_REST:
+        run.conditions = []
     _record(session, run, cause, now)
 
 

@@ -139,6 +139,8 @@ class Assignment(Table):
     observed: Mapped[str | None]
     target_unreachable: Mapped[bool] = mapped_column(default=False)
     last_exit: Mapped[dict[str, Any] | None]
+    restarting: Mapped[bool] = mapped_column(default=False)
+    """A child died, and the next one has not trained a step yet."""
     ended_at: Mapped[float | None]
     end_reason: Mapped[str | None]
 

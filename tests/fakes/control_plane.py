@@ -43,6 +43,16 @@ def record(step: int, incarnation: int = 1) -> dict[str, Any]:
     }
 
 
+def report(assignment: int, state: str, **more: Any) -> dict[str, Any]:
+    """What a trainer says of its assignment."""
+    return {"assignment": assignment, "state": state} | more
+
+
+def checkpoint(step: int) -> dict[str, Any]:
+    """A checkpoint as a trainer lists it."""
+    return {"step": step, "incarnation": 1, "path": f"/runs/demo/step-{step}", "saved_at": "2026-01-01T00:00:00Z"}
+
+
 class Desk:
     """Everything asserts that it was accepted, and returns the body."""
 

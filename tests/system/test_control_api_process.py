@@ -59,7 +59,7 @@ def test_serves_until_sigterm(processes: Processes, tmp_path: Path) -> None:
     assert next(messages)[1] == "event"
     process.terminate()
     assert all(kind == "event" for _, kind, _ in messages), "an open stream does not keep the process"
-    process.wait_exit(timeout=10)
+    assert process.wait_exit(timeout=10) == 0
     assert "Traceback" not in process.output
 
 
