@@ -33,11 +33,7 @@ def create_app(
         clock: seconds since the epoch.
     """
     app = FastAPI(title="Slipstream control API", version=__version__, lifespan=_lifespan, redirect_slashes=False)
-    reconciler = Reconciler(database, settings, clock)
-    prober = TargetProber(database, settings, clock)
-    prober.add_listener(reconciler.wake)
-    feed = Feed(database, settings.keep_alive_seconds)
-    app.state.services = Services(database, settings, clock, reconciler, prober, feed)
+    app.state.services = build_services(database, settings, clock)
     problems.install(app)
     # The last one added sees a request first.
     app.add_middleware(BodyRules, limit=settings.body_limit)
@@ -49,6 +45,15 @@ def create_app(
     describe_plainly = app.openapi
     app.openapi = lambda: _with_problem_type(describe_plainly())  # type: ignore[method-assign]
     return app
+
+
+def build_services(database: Database, settings: Settings, clock: Callable[[], float]) -> Services:
+    """The parts behind the routes; no thread is started."""
+    reconciler = Reconciler(database, settings, clock)
+    prober = TargetProber(database, settings, clock)
+    prober.add_listener(reconciler.wake)
+    feed = Feed(database, settings.keep_alive_seconds)
+    return Services(database, settings, clock, reconciler, prober, feed)
 
 
 @asynccontextmanager

@@ -63,11 +63,10 @@ class Desk:
 
     def target(self, name: str = "local", status: str = "REACHABLE") -> None:
         """A registered target that has been probed with this result."""
-        if self.client.get(f"/v1/targets/{name}").status_code == 404:
-            self.post("/v1/targets", {"name": name, "address": "127.0.0.1:1"}, status=201)
         with self.services.database.write() as session:
             row = targets.find(session, name)
-            assert row is not None
+            if row is None:
+                row = targets.add(session, name=name, address="127.0.0.1:1", now=self.clock())
             row.status, row.detail = status, "" if status == "REACHABLE" else "away"
 
     def run(self, name: str = "demo", **changes: Any) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from control_api.app import create_app
+from control_api.app import build_services, create_app
 from control_api.dependencies import Services
 from control_api.settings import Settings
 from control_api.store.database import Database
@@ -39,19 +39,26 @@ def portal() -> Iterator[BlockingPortal]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """One for all tests: building the routes takes longer than most tests. Each test puts its own services behind."""
+    unused = Database(f"sqlite:///{tmp_path_factory.mktemp('control')}/unused.sqlite")
+    yield create_app(unused, Settings())
+    unused.close()
+
+
 @pytest.fixture
-def client(database: Database, settings: Settings, clock: FakeClock, portal: BlockingPortal) -> TestClient:
+def services(app: FastAPI, database: Database, settings: Settings, clock: FakeClock) -> Services:
+    app.state.services = build_services(database, settings, clock)
+    return app.state.services
+
+
+@pytest.fixture
+def client(app: FastAPI, services: Services, portal: BlockingPortal) -> TestClient:
     # Not entered: the lifespan would start the threads, and the test reconciles by itself.
-    client = TestClient(create_app(database, settings, clock=clock), raise_server_exceptions=False)
+    client = TestClient(app, raise_server_exceptions=False)
     client.portal = portal
     return client
-
-
-@pytest.fixture
-def services(client: TestClient) -> Services:
-    found: Any = client.app
-    assert isinstance(found.state.services, Services)
-    return found.state.services
 
 
 @pytest.fixture

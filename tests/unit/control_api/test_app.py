@@ -16,9 +16,11 @@ from tests.fakes.control_plane import FakeClock, assert_problem
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture
-def with_token(database: Database) -> TestClient:
-    return TestClient(create_app(database, Settings(token="right")), raise_server_exceptions=False)
+@pytest.fixture(scope="module")
+def with_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    unused = Database(f"sqlite:///{tmp_path_factory.mktemp('token')}/a.sqlite")
+    yield TestClient(create_app(unused, Settings(token="right")), raise_server_exceptions=False)
+    unused.close()
 
 
 def test_alive(client: TestClient) -> None:

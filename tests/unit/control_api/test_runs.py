@@ -2,19 +2,19 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from control_api.app import create_app
 from control_api.dependencies import Services
 from control_api.settings import Settings
 from control_api.store import runs
-from control_api.store.database import Database
 from slipstream.run_spec.states import VERB_TABLE, RunState, Verb, Verdict
-from tests.fakes.control_plane import SPEC, Desk, FakeClock, assert_problem
+from tests.fakes.control_plane import SPEC, Desk, assert_problem
 
 RECIPE = """
 name = "from-recipe"
@@ -153,9 +153,9 @@ def test_relative_files_need_a_root(client: TestClient, file: str) -> None:
         ("/data/oneself/a.jsonl", None),
     ],
 )
-def test_files_stay_inside_the_roots(database: Database, clock: FakeClock, file: str, found: str | None) -> None:
+def test_files_stay_inside_the_roots(app: FastAPI, client: TestClient, file: str, found: str | None) -> None:
     settings = Settings(data_roots=(Path("/data/one"), Path("/data/two")))
-    client = TestClient(create_app(database, settings, clock=clock))
+    app.state.services = replace(app.state.services, settings=settings)
     spec = SPEC | {"data": {"files": [file]}}
     response = client.post("/v1/runs", json={"target": "local", "spec": spec})
     if found is None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from control_api.app import create_app
+from control_api.reconciler import Reconciler
 from control_api.settings import Settings
 from control_api.store.database import Database
 from tests.fakes.control_plane import Desk, assert_problem, checkpoint, record, registration, report
@@ -230,8 +230,7 @@ def test_silence_for_too_long(desk: Desk) -> None:
 def test_grace_begins_with_the_control_plane(desk: Desk, database: Database) -> None:
     desk.running()
     desk.clock.forward(10_000)
-    restarted = create_app(database, Settings(), clock=desk.clock)
-    reconciler = restarted.state.services.reconciler
+    reconciler = Reconciler(database, Settings(), desk.clock)
     reconciler.reconcile()
     assert (desk.state(), desk.conditions()) == ("RUNNING", set()), "it has listened for no second"
     desk.clock.forward(301)
