@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,19 @@ def test_the_same_key_gives_the_same_answer(client: TestClient, desk: Desk) -> N
     assert again.headers["idempotency-replayed"] == "true"
     assert_problem(client.post("/v1/runs", json=body | {"note": "x"}, headers=key), 422, "IDEMPOTENCY_KEY_REUSED")
     assert_problem(client.post("/v1/runs/demo:resume", headers=key), 422, "IDEMPOTENCY_KEY_REUSED")
+
+
+def test_the_same_request_at_the_same_time(client: TestClient, desk: Desk) -> None:
+    body = {"target": "local", "spec": SPEC}
+
+    def create(_number: int) -> tuple[int, bytes]:
+        response = client.post("/v1/runs", json=body, headers={"Idempotency-Key": "abc"})
+        return response.status_code, response.content
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = set(pool.map(create, range(16)))
+    assert [status for status, _ in answers] == [201]
+    assert len(desk.get("runs")["runs"]) == 1
 
 
 def test_a_repeated_verb_with_a_key_does_nothing_twice(client: TestClient, desk: Desk) -> None:
