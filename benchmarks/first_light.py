@@ -88,6 +88,10 @@ def target_server(args: argparse.Namespace, memory: dict[str, float]) -> Iterato
             note_memory(memory, {server.pid: "target server"})
         finally:
             server.terminate()
+            try:
+                server.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                server.kill()
 
 
 def calibrate(args: argparse.Namespace, address: str, memory: dict[str, float]) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ def run_main(program: str, main: Callable[[], int]) -> int:
     one line names it, status 1. The same holds for exceptions that end a thread.
     """
     _keep_tracebacks_off_the_terminal(program)
+    _unblock_signals()
     try:
         status = main()
         _flush_stdout()
@@ -40,6 +42,13 @@ def run_main(program: str, main: Callable[[], int]) -> int:
             status = 1
     _detach_closed_stdout()
     return status
+
+
+def _unblock_signals() -> None:
+    """Hear SIGTERM and SIGINT, also where the parent had blocked them: a signal mask is inherited, and a service that
+    cannot be told to end is killed without saving."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
 def _status_of(leaving: SystemExit) -> int:

@@ -1,6 +1,7 @@
 """The process boundary in real processes: words and a status on the terminal, tracebacks in a file."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,28 @@ def test_log_record_that_cannot_be_formatted_is_one_line(crashes: Path) -> None:
     finished = run("configure_logging('program')\nlogging.getLogger('x').warning('%d', 'seven')", crashes)
     (line,) = finished.stderr.splitlines()
     assert line.startswith("a log record of x (line ")
+
+
+def test_a_program_hears_sigterm_although_its_parent_had_blocked_it() -> None:
+    source = (
+        "import signal, sys\n"
+        "from slipstream.entrypoint import run_main\n"
+        "def main():\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "    print('ready', flush=True)\n"
+        "    signal.pause()\n"
+        "sys.exit(run_main('program', main))\n"
+    )
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        program = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with program:
+        try:
+            assert program.stdout is not None and program.stdout.readline() == "ready\n"
+            program.terminate()
+            assert program.wait(timeout=20) == 7
+        finally:
+            program.kill()
