@@ -146,7 +146,7 @@ class BatchSource:
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
         try:
-            self._link.release(list(self._unread), pb.RELEASE_REASON_SHUTDOWN)
+            self._link.leave(list(self._unread))
         except SlipstreamError as error:
             # The leases run out by themselves; leaving must work while the target is away.
             log_event(_log, "info", "leases_not_released", reason=error.reason.value)

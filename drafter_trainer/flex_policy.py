@@ -29,14 +29,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
+from slipstream.compile_guards import DISABLING_VARIABLES, MINIMUM_TORCH
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OLDEST_TORCH = (2, 11)
-_FORBIDDEN_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 _REQUIRED_DYNAMO_CONFIG = {"suppress_errors": False, "disable": False, "error_on_nested_fx_trace": True}
 _SELF_TEST_HEADS, _SELF_TEST_HEAD_DIM, _SELF_TEST_CONTEXT, _SELF_TEST_BLOCK = 2, 64, 256, 16
 
@@ -69,9 +68,9 @@ def check_environment(device: torch.device) -> CompilerGuards:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED, torch is too old, compilation is disabled or made lenient by
             environment or configuration, or this process sees another number of GPUs than one.
     """
-    if _torch_release() < OLDEST_TORCH:
+    if _torch_release() < MINIMUM_TORCH:
         raise _unsupported(f"torch is {torch.__version__}, at least 2.11 is needed", "Install a newer torch.")
-    for variable in _FORBIDDEN_VARIABLES:
+    for variable in DISABLING_VARIABLES:
         if os.environ.get(variable, "") not in ("", "0"):
             raise _unsupported(
                 f"{variable}={os.environ[variable]} is set; attention would run dense without an error",

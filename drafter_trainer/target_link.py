@@ -233,6 +233,18 @@ class TargetLink:
         if tokens:
             self._client.release_leases(pb.ReleaseLeasesRequest(lease_tokens=tokens, reason=reason))
 
+    def leave(self, tokens: Sequence[bytes]) -> None:
+        """The run ends here: give leases back, and let nobody wait for it. Before the first seek, there is nothing."""
+        if self._incarnation > 0:
+            self._client.release_leases(
+                pb.ReleaseLeasesRequest(
+                    lease_tokens=tokens,
+                    reason=pb.RELEASE_REASON_SHUTDOWN,
+                    subscription=self.subscription,
+                    incarnation=self._incarnation,
+                )
+            )
+
     def connection_lost(self) -> None:
         """The server does not know what it should: join again before the next lease."""
         self._must_rejoin = True

@@ -323,6 +323,17 @@ class LeaseLedger:
                     self._strike(subscription, lease)
             book.changed()
 
+    def leave(self, name: str, incarnation: int) -> None:
+        """The run ends or pauses in order: from now on it pins no packs and nobody waits for it, until it calls again.
+
+        Raises:
+            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN.
+        """
+        book = self._book
+        with book.lock:
+            book.current(name, incarnation).last_seen = float("-inf")
+            book.changed()
+
     def commit(self, name: str, incarnation: int, step: int) -> list[int]:
         """Step `step` is applied. Idempotent. Returns the run's quarantined packs.
 

@@ -153,8 +153,10 @@ class HiddenStateService(HiddenStateServiceServicer):
     def ReleaseLeases(
         self, request: pb.ReleaseLeasesRequest, context: grpc.ServicerContext
     ) -> pb.ReleaseLeasesResponse:
-        """Give leases back."""
+        """Give leases back; with a subscription, the run leaves."""
         self._ledger.release(request.lease_tokens, pack_at_fault=request.reason in _PACK_AT_FAULT)
+        if request.subscription:
+            self._ledger.leave(request.subscription, request.incarnation)
         return pb.ReleaseLeasesResponse()
 
     def CommitStep(self, request: pb.CommitStepRequest, context: grpc.ServicerContext) -> pb.CommitStepResponse:

@@ -194,7 +194,8 @@ def summarise(plan: Plan, report: dict[str, Any], seconds: float) -> dict[str, A
     """The content of summary.json."""
     lines = (plan.run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for line in lines if "loss" in (record := json.loads(line))]
-    losses = [float(record["loss"]) for record in records]
+    # null where a loss was not finite and its step not applied
+    losses = [float(record["loss"]) for record in records if record["loss"] is not None]
     results = report["results"]
     return {
         "model": Path(plan.spec.target.model).name,

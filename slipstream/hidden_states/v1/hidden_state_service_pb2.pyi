@@ -249,12 +249,16 @@ class RenewLeasesResponse(_message.Message):
     def __init__(self, lost_lease_tokens: _Optional[_Iterable[bytes]] = ..., stream_state: _Optional[_Union[StreamState, str]] = ...) -> None: ...
 
 class ReleaseLeasesRequest(_message.Message):
-    __slots__ = ("lease_tokens", "reason")
+    __slots__ = ("lease_tokens", "reason", "subscription", "incarnation")
     LEASE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     lease_tokens: _containers.RepeatedScalarFieldContainer[bytes]
     reason: ReleaseReason
-    def __init__(self, lease_tokens: _Optional[_Iterable[bytes]] = ..., reason: _Optional[_Union[ReleaseReason, str]] = ...) -> None: ...
+    subscription: str
+    incarnation: int
+    def __init__(self, lease_tokens: _Optional[_Iterable[bytes]] = ..., reason: _Optional[_Union[ReleaseReason, str]] = ..., subscription: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ReleaseLeasesResponse(_message.Message):
     __slots__ = ()

@@ -68,7 +68,7 @@ def test_the_faster_of_a_group_waits_for_the_slower(make_desk) -> None:
     assert (counters.packs_computed, counters.packs_recomputed) == (20, 0)
 
 
-@pytest.mark.parametrize("silence", ["away", "paused", "closed"])
+@pytest.mark.parametrize("silence", ["away", "left", "paused", "closed"])
 def test_a_run_that_is_not_active_pins_nothing(make_desk, silence: str) -> None:
     desk = make_desk(num_slots=4, num_packs=20)
     a = desk.join("a")
@@ -76,6 +76,8 @@ def test_a_run_that_is_not_active_pins_nothing(make_desk, silence: str) -> None:
     assert [desk.get(*a) for _ in range(5)] == [[0], [1], [2], [3], []]
     if silence == "away":
         desk.pass_time(31.0)
+    elif silence == "left":
+        desk.ledger.leave(*b)
     elif silence == "paused":
         desk.control.pause(b[0])
     else:
