@@ -7,14 +7,6 @@ from torch import Tensor
 
 from drafter_trainer.loss import LossSums
 
-LOSS = "loss"
-MEAN_MATCHED_PREFIX = "mean_matched_prefix"
-"""Leading slots per block that predict the recorded token, the bonus token not included."""
-MEAN_MATCHED_PREFIX_WITH_BONUS = "mean_matched_prefix_with_bonus"
-"""The same plus the token that the target adds to every block."""
-SLOT_ACCURACY = "slot_accuracy"
-"""Share of correct predictions among counted slots, slots 1 to B - 1."""
-
 
 @dataclass(frozen=True)
 class StepSums:
@@ -41,7 +33,9 @@ class AcceptanceMetrics:
     weight: float
     blocks: int
     mean_matched_prefix: float
+    """Leading slots per block that predict the recorded token, the bonus token not included."""
     slot_accuracy: tuple[float, ...]
+    """Share of correct predictions among counted slots, slots 1 to B - 1."""
 
     @classmethod
     def of(cls, sums: StepSums) -> "AcceptanceMetrics":
@@ -57,15 +51,6 @@ class AcceptanceMetrics:
             mean_matched_prefix=_ratio(matched, blocks),
             slot_accuracy=tuple(_ratio(c, n) for c, n in zip(correct, counted, strict=True)),
         )
-
-    def as_record(self) -> dict[str, float | list[float]]:
-        """Entries of a metrics record, by the names above."""
-        return {
-            LOSS: self.loss,
-            MEAN_MATCHED_PREFIX: self.mean_matched_prefix,
-            MEAN_MATCHED_PREFIX_WITH_BONUS: self.mean_matched_prefix + 1.0,
-            SLOT_ACCURACY: list(self.slot_accuracy),
-        }
 
 
 def _ratio(numerator: float, denominator: float) -> float:

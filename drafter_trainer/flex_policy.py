@@ -5,14 +5,13 @@ then asks for the scores of every head at once. Here that is an error with the s
 """
 
 import functools
-import importlib.metadata
 import inspect
 import os
 import platform
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -29,8 +28,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
-from slipstream.compile_guards import DISABLING_VARIABLES, MINIMUM_TORCH
+from slipstream.compile_guards import MINIMUM_TORCH, disabling_variables, guards_of, torch_release
 from slipstream.errors import SlipstreamError
+from slipstream.machine_probe import package_version
 from slipstream.run_spec.reasons import Reason
 
 P = ParamSpec("P")
@@ -42,40 +42,33 @@ _SELF_TEST_HEADS, _SELF_TEST_HEAD_DIM, _SELF_TEST_CONTEXT, _SELF_TEST_BLOCK = 2,
 
 @dataclass(frozen=True)
 class CompilerGuards:
-    """What this torch offers against silent dense attention."""
+    """What this torch does where a compiled call could go dense."""
 
     torch_version: str
-    own_recompile_limit: bool
-    isolated_recompiles: bool
-    thread_safe_tracing: bool
-    early_backward: bool
+    guards: Mapping[str, str]
+    """See `guards_of`."""
 
     def in_words(self) -> str:
         """One line for the log at start."""
-        limit = "per function" if self.own_recompile_limit else "global, raised to the declared graphs"
-        return (
-            f"torch {self.torch_version}: recompile limit {limit}; "
-            f"recompiles {'isolated' if self.isolated_recompiles else 'shared between functions of one code object'}; "
-            f"traces in other threads {'do not matter' if self.thread_safe_tracing else 'would break compiled calls'}; "
-            f"backward compiled {'with the forward' if self.early_backward else 'at the first backward'}"
-        )
+        return f"torch {self.torch_version}: " + "; ".join(f"{what}: {then}" for what, then in self.guards.items())
 
 
 def check_environment(device: torch.device) -> CompilerGuards:
-    """Refuse what would let compiled attention go dense; say which guards this torch has.
+    """Refuse what would let compiled attention go dense; say what this torch does against it.
 
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED, torch is too old, compilation is disabled or made lenient by
             environment or configuration, or this process sees another number of GPUs than one.
     """
-    if _torch_release() < MINIMUM_TORCH:
-        raise _unsupported(f"torch is {torch.__version__}, at least 2.11 is needed", "Install a newer torch.")
-    for variable in DISABLING_VARIABLES:
-        if os.environ.get(variable, "") not in ("", "0"):
-            raise _unsupported(
-                f"{variable}={os.environ[variable]} is set; attention would run dense without an error",
-                f"Unset {variable}.",
-            )
+    release = torch_release(torch.__version__)
+    if release is None or release < MINIMUM_TORCH:
+        minimum = ".".join(map(str, MINIMUM_TORCH))
+        raise _unsupported(f"torch is {torch.__version__}, at least {minimum} is needed", "Install a newer torch.")
+    if disabling := disabling_variables(os.environ):
+        raise _unsupported(
+            f"{', '.join(disabling)} is set; attention would run dense without an error",
+            "Unset it in the environment of the trainer.",
+        )
     for name, expected in _REQUIRED_DYNAMO_CONFIG.items():
         found = getattr(torch._dynamo.config, name, expected)
         if found != expected:
@@ -88,14 +81,7 @@ def check_environment(device: torch.device) -> CompilerGuards:
             f"this process sees {torch.cuda.device_count()} GPUs, a trainer must see exactly one",
             "Set CUDA_VISIBLE_DEVICES to one device.",
         )
-    parameters = inspect.signature(torch.compile).parameters
-    return CompilerGuards(
-        torch_version=str(torch.__version__),
-        own_recompile_limit="recompile_limit" in parameters,
-        isolated_recompiles="isolate_recompiles" in parameters,
-        thread_safe_tracing=_torch_release() >= (2, 14),
-        early_backward=hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"),
-    )
+    return CompilerGuards(str(torch.__version__), guards_of(release))
 
 
 def install_tripwire() -> None:
@@ -238,7 +224,7 @@ def compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def describe_failure(error: BaseException, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """What a report of a failed compiled call must hold; torch puts the guard's reason into the error's text.
 
     Args:
@@ -255,18 +241,16 @@ def describe_failure(error: BaseException, shapes: dict[str, tuple[int, ...]]) -
     if torch.cuda.is_available():
         driver = Path("/proc/driver/nvidia/version")
         report |= {
-            "triton": importlib.metadata.version("triton"),
+            "triton": package_version("triton") or "unknown",
             "cuda": str(torch.version.cuda),
             "driver": driver.read_text().splitlines()[0] if driver.exists() else "unknown",
-            "gpu": torch.cuda.get_device_name(),
-            "memory": torch.cuda.memory_summary(abbreviated=True),
         }
+        try:
+            report |= {"gpu": torch.cuda.get_device_name(), "memory": torch.cuda.memory_summary(abbreviated=True)}
+        except RuntimeError as lost:
+            # After some failures CUDA answers nothing any more; the report must not hide the failure it is about.
+            report["gpu"] = f"does not answer: {lost}"
     return report
-
-
-def _torch_release() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _unsupported(message: str, remedy: str) -> SlipstreamError:

@@ -82,15 +82,6 @@ class MetricsFile:
         self._file.close()
 
 
-def read_last_records(path: Path) -> dict[int, dict[str, object]]:
-    """The last record of every step, by step; a torn last line is left out."""
-    records: dict[int, dict[str, object]] = {}
-    for line in path.read_bytes()[: _whole_lines(path)].splitlines():
-        record = json.loads(line)
-        records[record["step"]] = record
-    return records
-
-
 def _whole_lines(path: Path) -> int:
     """Bytes up to and including the last line break."""
     return path.read_bytes().rfind(b"\n") + 1

@@ -26,7 +26,7 @@ _SHORT_CONTEXT = 512
 _log = logging.getLogger(__name__)
 
 
-def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, vocab_size: int) -> CompilationFreeze:
+def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, vocab_size: int) -> None:
     """Run the real step on adversarial packs, twice each, then forbid compilation. For CUDA.
 
     Weights and optimizer state are those of noise afterwards: load them next, in place.
@@ -46,10 +46,8 @@ def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, v
                     reason=Reason.LOSS_NOT_FINITE,
                     remedy="A kernel is wrong on this machine: report what slipstream doctor prints.",
                 )
-    freeze = CompilationFreeze()
-    graphs = freeze.freeze()
+    graphs = CompilationFreeze().freeze()
     log_event(_log, "info", "warmed_up", graphs=graphs, seconds=round(time.monotonic() - started, 1))
-    return freeze
 
 
 def adversarial_batches(
@@ -58,16 +56,17 @@ def adversarial_batches(
     """(what is special, a step's packs), in the shapes of `plan`."""
     tokens = plan.tensor_shapes["input_ids"][0]
     short = min(_SHORT_CONTEXT, tokens)
-    supervised = {
-        "no valid anchor": torch.zeros(tokens),
-        "one valid anchor": (torch.arange(tokens) < 2).float(),
-        "every anchor": torch.ones(tokens),
-        f"every anchor in {short} tokens": (torch.arange(tokens) < short).float(),
-    }
+    # What is special, how many of the first tokens are supervised, the length of the document.
+    cases = (
+        ("no valid anchor", 0, tokens),
+        ("one valid anchor", 2, tokens),
+        ("every anchor", tokens, tokens),
+        (f"every anchor in {short} tokens", short, short),
+    )
     generator = torch.Generator().manual_seed(0)
     copy = DeviceCopy(device)
-    for number, (name, mask) in enumerate(supervised.items()):
-        length = short if "in" in name.split() else tokens
+    for number, (name, supervised, length) in enumerate(cases):
+        mask = torch.arange(tokens) < supervised
         pack = _pack(plan, mask, length, feature_dtype, torch.randint(vocab_size, (tokens,), generator=generator))
         anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], plan.num_anchors, 0, number)
         training_pack = TrainingPack(number, copy.to_device(pack), anchors.to(device))

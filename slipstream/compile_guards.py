@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 
 MINIMUM_TORCH = (2, 11)
-PREFERRED_TORCH = (2, 14)
 
 DISABLING_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 """Set to anything but 0 or nothing, each lets a compiled call run dense; the trainer refuses to start."""

@@ -7,7 +7,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from drafter_trainer.metrics import read_last_records
 from tests.fakes.processes import ManagedProcess, Processes
 
 
@@ -47,6 +46,12 @@ class Trainer:
     def records(self) -> list[dict[str, object]]:
         """Every record, in the order written."""
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_last_records(path: Path) -> dict[int, dict[str, object]]:
+    """The last record of every step in a metrics file, by step; a torn last line is left out."""
+    whole_lines = path.read_bytes().rpartition(b"\n")[0]
+    return {record["step"]: record for record in map(json.loads, whole_lines.splitlines())}
 
 
 def assert_same_run(run: Trainer, expected: Trainer) -> None:

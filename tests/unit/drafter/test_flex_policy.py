@@ -23,6 +23,7 @@ from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets, 
 from drafter_trainer.block_mask import AttentionLayout, BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from slipstream.compile_guards import guards_of, torch_release
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import LossSpec
@@ -86,7 +87,11 @@ def step(drafter: DFlashDrafter, kind: str, seed: int) -> Step:
 
 def test_the_environment_of_the_tests_is_accepted() -> None:
     guards = flex_policy.check_environment(CPU)
-    assert guards.torch_version in guards.in_words()
+    words = guards.in_words()
+    assert words.startswith(f"torch {torch.__version__}: ")
+    release = torch_release(torch.__version__)
+    assert release is not None
+    assert all(f"{what}: {then}" in words for what, then in guards_of(release).items())
 
 
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS"])

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from drafter_trainer.acceptance import AcceptanceMetrics
-from drafter_trainer.metrics import MetricsFile, StepRecord, read_last_records
+from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.progress import Pace, Progress
 from drafter_trainer.step import StepNumbers
 from drafter_trainer.step_report import StepReporter
+from tests.fakes.training import read_last_records
 
 RECORD = StepRecord(
     step=0,
