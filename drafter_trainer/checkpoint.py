@@ -5,12 +5,15 @@
 
 `step-00000042` has trained 42 steps: 0 … 41. `drafter.safetensors` (float32 masters, names as in the DFlash formats)
 and `drafter_config.json` are all that evaluation needs. `latest` is a symbolic link, replaced atomically.
+`.unfinished-*` and `.replaced-*` are what a killed trainer can leave behind: a new one half written, an old one that
+was about to make room for a new one of the same name.
 """
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,13 @@ from drafter_trainer.run_directory import RunDirectory, disk_errors_in_words, sy
 from drafter_trainer.safetensors_file import file_checksum, write_safetensors
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
 
 FORMAT_VERSION = 1
 _TENSOR_FILES = ("drafter", "optimizer", "rng")
 _MANIFEST = "manifest.json"
+
+_log = logging.getLogger(__name__)
 
 
 class _Record(BaseModel):
@@ -93,6 +99,7 @@ def save_checkpoint(run: RunDirectory, checkpoint: Checkpoint, *, keep: int) -> 
     """
     final = run.checkpoints / f"step-{checkpoint.state.cursor.next_step:08d}"
     temporary = run.checkpoints / f".unfinished-{final.name}"
+    replaced = run.checkpoints / f".replaced-{final.name}"
     with run.owned(checkpoint.state.incarnation), disk_errors_in_words(final):
         # What a killed trainer left behind; under the lock nobody else is writing one.
         for leftover in run.checkpoints.glob(".unfinished-*"):
@@ -100,23 +107,32 @@ def save_checkpoint(run: RunDirectory, checkpoint: Checkpoint, *, keep: int) -> 
         try:
             _write(temporary, checkpoint)
             if final.exists():
-                # A dead branch of the lineage: an older incarnation had been here before it was rolled back.
-                shutil.rmtree(final)
+                # A dead branch of the lineage: an older incarnation had been here before it was rolled back. `latest`
+                # may point to it, so it is kept whole until the new one is in its place.
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         _point_latest(run.checkpoints, final.name)
+        for leftover in run.checkpoints.glob(".replaced-*"):
+            shutil.rmtree(leftover)
         _prune(run.checkpoints, keep=keep, protected=final.name)
     return final
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The directory to resume from: what `latest` points to; without that link, the newest complete one."""
+    """The directory to resume from: what `latest` points to; where that is nothing, the newest complete one."""
     latest = checkpoints / "latest"
-    if latest.is_symlink():
-        return checkpoints / latest.readlink()
-    complete = _by_age(checkpoints)
-    return complete[-1] if complete else None
+    named = checkpoints / latest.readlink() if latest.is_symlink() else None
+    if named is not None and named.exists():
+        return named
+    # A trainer was killed between two renames, or somebody has removed a directory.
+    found = _by_age([*checkpoints.glob("step-[0-9]*"), *checkpoints.glob(".replaced-step-[0-9]*")])
+    newest = found[-1] if found else named
+    if named is not None:
+        log_event(_log, "warning", "latest_points_nowhere", directory=str(named), instead=str(newest))
+    return newest
 
 
 def read_state(directory: Path) -> CheckpointState:
@@ -191,21 +207,22 @@ def _point_latest(checkpoints: Path, name: str) -> None:
 
 
 def _prune(checkpoints: Path, *, keep: int, protected: str) -> None:
-    for directory in _by_age(checkpoints)[:-keep]:
+    for directory in _by_age(checkpoints.glob("step-[0-9]*"))[:-keep]:
         if directory.name != protected:
             shutil.rmtree(directory)
 
 
-def _by_age(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first: by incarnation, then by step. Unreadable ones come first."""
+def _by_age(directories: Iterable[Path]) -> list[Path]:
+    """Checkpoints, oldest first: by incarnation, then by step. Unreadable ones come first."""
 
-    def age(directory: Path) -> tuple[int, str]:
+    def age(directory: Path) -> tuple[int, int, str]:
         try:
-            return read_state(directory).incarnation, directory.name
+            state = read_state(directory)
         except SlipstreamError:
-            return -1, directory.name
+            return -1, -1, directory.name
+        return state.incarnation, state.cursor.next_step, directory.name
 
-    return sorted(checkpoints.glob("step-[0-9]*"), key=age)
+    return sorted(directories, key=age)
 
 
 def _verify(directory: Path, names: tuple[str, ...]) -> None:

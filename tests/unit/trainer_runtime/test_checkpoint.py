@@ -1,8 +1,11 @@
 """Checkpoints: complete or absent, verified, pruned, owned."""
 
 import json
+import logging
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +169,72 @@ def test_without_the_link_the_newest_by_lineage_counts(run: RunDirectory) -> Non
     save_checkpoint(run, make_checkpoint(20, incarnation=2), keep=3)
     (run.checkpoints / "latest").unlink()
     assert newest_checkpoint(run.checkpoints) == run.checkpoints / "step-00000020"
+
+
+KILLED_WHILE_REPLACING = """
+import os, signal, sys
+from pathlib import Path
+from drafter_trainer.checkpoint import save_checkpoint
+from drafter_trainer.run_directory import RunDirectory
+from tests.unit.trainer_runtime.test_checkpoint import make_checkpoint
+
+rename = Path.rename
+
+def rename_or_die(source, target):
+    if source.name.startswith(".unfinished-"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(source, target)
+
+Path.rename = rename_or_die
+save_checkpoint(RunDirectory(Path(sys.argv[1])), make_checkpoint(30, incarnation=2), keep=1)
+"""
+
+
+def test_killed_while_one_is_replaced_the_old_one_is_still_found(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new owner goes on from a rolled back checkpoint and comes past one that the old owner saved meanwhile."""
+    save_checkpoint(run, make_checkpoint(30), keep=1)
+    run.claim(2, "trainers/b")
+    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, run.root], cwd=Path.cwd(), timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (run.checkpoints / "latest").exists() and (run.checkpoints / "latest").is_symlink()
+
+    with caplog.at_level(logging.WARNING):
+        found = newest_checkpoint(run.checkpoints)
+    assert "latest_points_nowhere" in caplog.text
+    assert found is not None
+    loaded = load_checkpoint(found)
+    assert (loaded.state.incarnation, loaded.state.cursor.next_step) == (1, 30)
+    run.claim(3, "trainers/c")
+    final = save_checkpoint(run, make_checkpoint(40, incarnation=3), keep=1)
+    assert newest_checkpoint(run.checkpoints) == final
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000040"]
+
+
+def test_one_is_replaced_although_a_killed_trainer_had_begun_to(run: RunDirectory) -> None:
+    first = save_checkpoint(run, make_checkpoint(30), keep=2)
+    (run.checkpoints / f".replaced-{first.name}").mkdir()
+    (run.checkpoints / f".replaced-{first.name}" / "state.json").write_text("{}")
+    run.claim(2, "trainers/b")
+    save_checkpoint(run, make_checkpoint(30, incarnation=2), keep=2)
+    assert read_state(first).incarnation == 2
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000030"]
+
+
+def test_a_directory_that_somebody_removed_is_passed_over(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    older = save_checkpoint(run, make_checkpoint(10), keep=3)
+    newer = save_checkpoint(run, make_checkpoint(20), keep=3)
+    newer.rename(run.root / "elsewhere")
+    assert newest_checkpoint(run.checkpoints) == older
+    assert "latest_points_nowhere" in caplog.text
+    older.rename(run.root / "elsewhere-too")
+    # With nothing left to go on from, the run is refused and not silently begun anew.
+    missing = newest_checkpoint(run.checkpoints)
+    assert missing == newer
+    with pytest.raises(SlipstreamError, match="cannot be read") as refused:
+        load_checkpoint(missing)
+    assert refused.value.reason is Reason.CHECKPOINT_INVALID
 
 
 @pytest.fixture
