@@ -50,7 +50,11 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 RETRIED_REASONS = frozenset(
     {Reason.TARGET_UNREACHABLE, Reason.TARGET_LOADING, Reason.TARGET_DRAINING, Reason.LEASE_QUOTA_EXCEEDED}
 )
-"""Failures that waiting mends. Every RPC is idempotent, so a call whose answer was lost is simply made again."""
+"""Failures that waiting mends: the call is made again, although an answer may have been lost.
+
+All but two RPCs may be repeated as they are. A lost answer of LeasePacks leaves leases that nobody knows of, and a
+second ConfirmRead says that the lease is over: a caller that sees `reconnects` grow must seek, which mends both.
+"""
 
 OnWait = Callable[[Reason, float], None]
 """Told before every wait: why, and for how many seconds."""
@@ -58,6 +62,7 @@ OnWait = Callable[[Reason, float], None]
 Response = TypeVar("Response", bound=Message)
 
 _DEADLINE_SECONDS = 20.0
+_LEAVE_DEADLINE_SECONDS = 3.0
 _OPEN_DEADLINE_SECONDS = 900.0  # the first subscription of a stream reads and tokenizes the data
 _ADDRESS = re.compile(r"(unix:.+|(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5})")
 _log = logging.getLogger(__name__)
@@ -91,6 +96,9 @@ class TargetClient:
     Every method sends one request and returns its response. While the target is unreachable, loading or draining, a
     call waits and tries again for ever; `stop` ends the wait with WaitInterruptedError. Every other refusal is raised
     as the SlipstreamError the server raised. Threads may share a client.
+
+    Calls that may take minutes (to open or seek a subscription) are not begun once `stop` is set, and `interrupt` ends
+    those in flight. All others are tried once even then: a trainer that leaves still commits and gives leases back.
     """
 
     def __init__(
@@ -125,6 +133,7 @@ class TargetClient:
         self._reconnects = 0
         self._instance_id = ""
         self._closed = False
+        self._long_calls: set[Any] = set()
         channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.channel: grpc.Channel = grpc.intercept_channel(channel, _BearerToken(token)) if token else channel
         self._stub = HiddenStateServiceStub(self.channel)  # type: ignore[no-untyped-call]
@@ -165,7 +174,7 @@ class TargetClient:
 
     def open_subscription(self, request: pb.OpenSubscriptionRequest) -> pb.OpenSubscriptionResponse:
         """Open the run's subscription, or find it. May take minutes: the server reads the data."""
-        return self._call(pb.OpenSubscriptionResponse, self._stub.OpenSubscription, request, _OPEN_DEADLINE_SECONDS)
+        return self._call_for_long(pb.OpenSubscriptionResponse, self._stub.OpenSubscription, request)
 
     def seek_subscription(self, request: pb.SeekSubscriptionRequest) -> pb.SeekSubscriptionResponse:
         """Start a new incarnation at a cursor. A `request_id` is drawn when the request has none."""
@@ -173,7 +182,7 @@ class TargetClient:
             identified = pb.SeekSubscriptionRequest(request_id=uuid.uuid4().hex)
             identified.MergeFrom(request)
             request = identified
-        return self._call(pb.SeekSubscriptionResponse, self._stub.SeekSubscription, request, _OPEN_DEADLINE_SECONDS)
+        return self._call_for_long(pb.SeekSubscriptionResponse, self._stub.SeekSubscription, request)
 
     def lease_packs(self, request: pb.LeasePacksRequest) -> pb.LeasePacksResponse:
         """Long poll: waits on the server for up to `request.max_wait`."""
@@ -189,8 +198,9 @@ class TargetClient:
         return self._call(pb.RenewLeasesResponse, self._stub.RenewLeases, request)
 
     def release_leases(self, request: pb.ReleaseLeasesRequest) -> pb.ReleaseLeasesResponse:
-        """Give leases back."""
-        return self._call(pb.ReleaseLeasesResponse, self._stub.ReleaseLeases, request)
+        """Give leases back. A request that names a subscription is its farewell, and short: nobody waits to leave."""
+        seconds = _LEAVE_DEADLINE_SECONDS if request.subscription else _DEADLINE_SECONDS
+        return self._call(pb.ReleaseLeasesResponse, self._stub.ReleaseLeases, request, seconds)
 
     def commit_step(self, request: pb.CommitStepRequest) -> pb.CommitStepResponse:
         """Say that a step has been applied."""
@@ -216,6 +226,14 @@ class TargetClient:
         """Make the server stop granting leases."""
         return self._call(admin_pb.DrainTargetResponse, self._admin.DrainTarget, request)
 
+    def interrupt(self) -> None:
+        """Set `stop` and cancel the long calls in flight, which raise WaitInterruptedError; from any thread."""
+        self.stop.set()
+        with self._lock:
+            calls = list(self._long_calls)
+        for call in calls:
+            call.cancel()
+
     def close(self) -> None:
         """Set `stop`, cancel the calls in flight (they raise WaitInterruptedError), disconnect; idempotent."""
         self._closed = True
@@ -231,12 +249,33 @@ class TargetClient:
     def _call(
         self, response_type: type[Response], method: Any, request: Message, seconds: float = _DEADLINE_SECONDS
     ) -> Response:
+        return self._repeat(response_type, lambda: method.with_call(request, timeout=seconds))
+
+    def _call_for_long(self, response_type: type[Response], method: Any, request: Message) -> Response:
+        return self._repeat(response_type, lambda: self._interruptible(method, request))
+
+    def _interruptible(self, method: Any, request: Message) -> tuple[Message, Any]:
+        with self._lock:
+            # Looked at and entered under one lock: whoever sets `stop` and interrupts later finds the call here.
+            if self.stop.is_set():
+                raise WaitInterruptedError()
+            call = method.future(request, timeout=_OPEN_DEADLINE_SECONDS)
+            self._long_calls.add(call)
+        try:
+            return call.result(), call
+        except grpc.FutureCancelledError as error:
+            raise WaitInterruptedError() from error
+        finally:
+            with self._lock:
+                self._long_calls.discard(call)
+
+    def _repeat(self, response_type: type[Response], attempt: Callable[[], tuple[Message, Any]]) -> Response:
         backoff = Backoff()
         while True:
             if self._closed:
                 raise WaitInterruptedError()
             try:
-                response, call = method.with_call(request, timeout=seconds)
+                response, call = attempt()
             except grpc.RpcError as error:
                 if self._closed:
                     raise WaitInterruptedError() from error

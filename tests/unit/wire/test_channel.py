@@ -156,6 +156,24 @@ def test_one_attempt_is_made_after_stop(start: Start) -> None:
         assert client.get_target().model_id == "m"  # leases can still be given back while leaving
 
 
+def test_interrupt_ends_a_long_call_in_flight(start: Start) -> None:
+    service = Service(hold=threading.Event())
+    _, address = start(service)
+    with TargetClient(address, token="secret") as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.seek_subscription, pb.SeekSubscriptionRequest())
+        assert service.entered.wait(10)
+        client.interrupt()
+        with pytest.raises(WaitInterruptedError):
+            call.result(timeout=5)
+        assert service.hold is not None
+        service.hold.set()
+        # Afterwards no other is begun, while short calls still are.
+        with pytest.raises(WaitInterruptedError):
+            client.seek_subscription(pb.SeekSubscriptionRequest())
+        assert client.get_target().model_id == "m"
+    assert len(service.requests) == 2
+
+
 def test_close_cancels_a_call_in_flight(start: Start) -> None:
     service = Service(hold=threading.Event())
     _, address = start(service)
