@@ -54,11 +54,12 @@ def test_a_bad_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
 
 def test_the_first_signal_asks_and_the_second_leaves_at_once() -> None:
     program = (
-        "import threading; from drafter_trainer.stop_request import StopRequest\n"
+        "import os, threading; from drafter_trainer.stop_request import StopRequest\n"
         "with StopRequest() as stop:\n"
-        "    stop.add_listener(lambda: print('told', flush=True))\n"
-        "    print('ready', flush=True)\n"
-        "    stop.event.wait(30); print('asked', stop.event.is_set(), flush=True)\n"
+        # One write a line: two threads speak at once.
+        "    stop.add_listener(lambda: os.write(1, b'told\\n'))\n"
+        "    os.write(1, b'ready\\n')\n"
+        "    stop.event.wait(30); os.write(1, f'asked {stop.event.is_set()}\\n'.encode())\n"
         "    threading.Event().wait(30)\n"
     )
     with ManagedProcess([sys.executable, "-c", program]) as process:
