@@ -1,4 +1,4 @@
-"""⑥ Whether a run may subscribe: same terms as before, a group that fits, a start inside the stream."""
+"""⑥ What the ledger refuses: other terms than before, a group that does not fit, cursors and commits that cannot be."""
 
 import json
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.subscription import Start, Subscription, SubscriptionRecord, SubscriptionTerms
+
+_FARTHEST_CURSOR = 2**48
+_LARGEST_INCARNATION = 2**48
+_MOST_SKIPPED_STEPS = 1_000_000
 
 
 def check_same_run(record: SubscriptionRecord, terms: SubscriptionTerms, stream: str, fingerprint: str) -> None:
@@ -80,6 +84,82 @@ def check_live_start(first_sequence_number: int, end: int | None, terms: Subscri
             f"The stream is at pack {first_sequence_number}; {terms.max_epochs} epochs end at pack {end}.",
             reason=Reason.SPEC_INVALID,
             remedy="Start at the beginning, or train for more epochs.",
+        )
+
+
+def check_cursor(subscription: Subscription, first_sequence_number: int, next_step: int, horizon: int | None) -> None:
+    """A cursor lies inside the run's stream.
+
+    Args:
+        subscription: the run's.
+        first_sequence_number: the pack that step 0 begins with.
+        next_step: the first step to come.
+        horizon: where the cursor may be at most in a stream that repeats; None: anywhere.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    if next_step < 0 or first_sequence_number < 0:
+        raise SlipstreamError(
+            f"A cursor is not negative: step {next_step}, first pack {first_sequence_number}.",
+            reason=Reason.SPEC_INVALID,
+        )
+    name, packs_per_step = subscription.record.name, subscription.record.terms.packs_per_step
+    boundary = first_sequence_number + next_step * packs_per_step
+    end = subscription.end
+    if end is None:
+        farthest = _FARTHEST_CURSOR if horizon is None else horizon
+    else:
+        farthest = min(end, subscription.limit_from(first_sequence_number, end))
+    if boundary > farthest:
+        raise SlipstreamError(
+            f"Step {next_step} of {name} would begin at pack {boundary}; its stream ends at pack {farthest}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Resume from a checkpoint of this run, on the data and for the epochs it was begun with.",
+        )
+
+
+def check_lineage(incarnation: int) -> None:
+    """The number of an incarnation that was.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    if not 0 <= incarnation < _LARGEST_INCARNATION:
+        raise SlipstreamError(f"There was no incarnation {incarnation}.", reason=Reason.SPEC_INVALID)
+
+
+def check_skipped(record: SubscriptionRecord, steps: int) -> None:
+    """A seek may skip steps whose commits were lost; not more than can be written in one go.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    if steps > _MOST_SKIPPED_STEPS:
+        raise SlipstreamError(
+            f"The cursor is {steps} steps after the last that {record.name} has committed; at most "
+            f"{_MOST_SKIPPED_STEPS} can be made good.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Use the ledger that the run was trained with, or an empty one.",
+        )
+
+
+def check_commit(step: int, subscription: Subscription) -> None:
+    """Only what was handed out can have been trained.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    name = subscription.record.name
+    if step < 0:
+        raise SlipstreamError(f"There is no step {step}.", reason=Reason.SPEC_INVALID)
+    if not subscription.handed_out(step):
+        packs = subscription.packs_of(step)
+        raise SlipstreamError(
+            f"Step {step} of {name} cannot be done: it trains packs {packs.start} to {packs.stop - 1}, and only those "
+            f"before {subscription.fresh} were handed out.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Commit a step once its packs are read and confirmed; seek after the connection was lost.",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.shelf import Shelf, Slot
-from target_server.subscription import Lease, Subscription, SubscriptionRecord
+from target_server.subscription import Lease, SkippedSteps, Subscription, SubscriptionRecord
 
 
 class DeliveryState(Enum):
@@ -37,8 +37,8 @@ class Journal(Protocol):
     def save(self, record: SubscriptionRecord) -> None:
         """Write the record."""
 
-    def seek(self, record: SubscriptionRecord) -> None:
-        """Write the record and the incarnation it begins."""
+    def seek(self, record: SubscriptionRecord, before: SubscriptionRecord, skipped: SkippedSteps) -> None:
+        """Write the record and the incarnation it begins; the `skipped` steps count as committed by the one before."""
 
     def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
         """Write that a step trained its packs."""
@@ -70,6 +70,8 @@ class LeaseBook:
         self.work = threading.Condition(self.lock)
         self.draining = False
         self.shelves: dict[str, Shelf] = {}
+        self.horizons: dict[str, int | None] = {}
+        """Stream → where its farthest cursor may be; None: anywhere."""
         self.unusable: dict[str, dict[int, tuple[str, ...]]] = {}
         """Stream → packs with hidden states that are not finite → names of their documents."""
         self.subscriptions = {record.name: Subscription(record) for record in journal.subscriptions()}
@@ -130,15 +132,16 @@ class LeaseBook:
             )
 
     def present(self, subscription: Subscription) -> bool:
-        """The run called lately or is waiting now."""
-        if subscription.record.closed:
+        """The run called lately or is waiting now, and has not left since."""
+        if subscription.record.closed or subscription.last_seen == float("-inf"):
             return False
         return subscription.waiting > 0 or self.clock() < self._silent_from(subscription)
 
     def active(self, stream: str) -> Iterator[Subscription]:
-        """The runs whose needs count: present, not paused."""
+        """The runs whose needs count: present, not paused, not waiting for their group."""
         for subscription in self.members(stream):
-            if self.present(subscription) and not subscription.record.paused:
+            record = subscription.record
+            if record.started and not record.paused and self.present(subscription):
                 yield subscription
 
     def members(self, stream: str) -> Iterator[Subscription]:

@@ -71,10 +71,11 @@ class LeaseLedger:
             record = self._book.subscription(name).record
             return None if record.stream in self._book.shelves else record.terms
 
-    def add_stream(self, stream: str, shelf: Shelf) -> None:
-        """Serve a stream from now on."""
+    def add_stream(self, stream: str, shelf: Shelf, horizon: int | None = None) -> None:
+        """Serve a stream from now on. No cursor may lie beyond pack `horizon`, also where the stream repeats."""
         with self._book.lock:
             self._book.shelves[stream] = shelf
+            self._book.horizons[stream] = horizon
             self._book.unusable.setdefault(stream, {})
 
     def retire_stream(self, stream: str) -> bool:
@@ -112,7 +113,8 @@ class LeaseLedger:
             else:
                 admission.check_group(terms, stream, others)
                 first = self._first_sequence_number(terms, stream, end)
-                incarnation = subscription.record.incarnation if subscription is not None else 0
+                # Closed, then opened anew: whoever trained before the close is fenced off.
+                incarnation = subscription.record.incarnation + 1 if subscription is not None else 0
                 started = terms.start is not Start.GROUP
                 subscription = Subscription(
                     SubscriptionRecord(name, terms, stream, fingerprint, first, incarnation, started=started)
@@ -141,12 +143,13 @@ class LeaseLedger:
                 return record.incarnation
             if to.expected_incarnation < record.incarnation:
                 raise stale(name, to.expected_incarnation, record.incarnation)
-            if to.next_step < 0 or to.first_sequence_number < 0:
-                raise SlipstreamError(f"A cursor is not negative: {to}.", reason=Reason.SPEC_INVALID)
-            if record.incarnation and record.first_sequence_number == to.first_sequence_number:
-                for step in range(record.next_step, to.next_step):
-                    book.journal.commit(record, step, subscription.packs_of(step))
             boundary = to.first_sequence_number + to.next_step * record.terms.packs_per_step
+            horizon = book.horizons.get(record.stream)
+            admission.check_cursor(subscription, to.first_sequence_number, to.next_step, horizon)
+            admission.check_lineage(to.lineage_incarnation)
+            same_grid = record.incarnation and record.first_sequence_number == to.first_sequence_number
+            skipped = range(record.next_step, to.next_step) if same_grid else range(0)
+            admission.check_skipped(record, len(skipped))
             unusable = {number for number in book.unusable.get(record.stream, {}) if number >= boundary}
             sought = replace(
                 record,
@@ -156,7 +159,8 @@ class LeaseLedger:
                 next_step=to.next_step,
                 quarantined=set(to.quarantined) | unusable,
             )
-            book.journal.seek(sought)  # first on the disk: a seek that could not be written has not happened
+            # First on the disk: a seek that could not be written has not happened.
+            book.journal.seek(sought, record, ((step, subscription.packs_of(step)) for step in skipped))
             book.void(subscription)
             subscription.record = sought
             subscription.rewind()
@@ -178,6 +182,7 @@ class LeaseLedger:
         book = self._book
         with book.lock:
             subscription = book.current(name, ask.incarnation)
+            book.touch(subscription)
             book.expire()
             if len(subscription.leased) >= book.limits.max_outstanding:
                 raise SlipstreamError(
@@ -192,9 +197,10 @@ class LeaseLedger:
             try:
                 return self._poll(subscription, ask, began + ask.max_wait, cancelled)
             finally:
+                if not self._abandoned(subscription, cancelled):
+                    book.touch(subscription)
                 subscription.waiting -= 1
                 subscription.wait_seconds += book.clock() - began
-                book.touch(subscription)
 
     def _poll(self, subscription: Subscription, ask: Ask, deadline: float, cancelled: Callable[[], bool]) -> Grant:
         book = self._book
@@ -202,13 +208,18 @@ class LeaseLedger:
             book.current(subscription.record.name, ask.incarnation)
             book.expire()
             state = book.state(subscription)
-            leases = () if cancelled() else self._grant(subscription, ask, state)
-            final = leases or state in (DeliveryState.EXHAUSTED, DeliveryState.DRAINING) or cancelled()
+            abandoned = self._abandoned(subscription, cancelled)
+            leases = () if abandoned else self._grant(subscription, ask, state)
+            final = leases or state in (DeliveryState.EXHAUSTED, DeliveryState.DRAINING) or abandoned
             if final or book.clock() >= deadline:
                 low = subscription.cursor
                 quarantined = sorted(number for number in subscription.record.quarantined if number >= low)
                 return Grant(leases, state, tuple(quarantined))
             wait_until(book.packs, min(deadline, book.next_deadline()), book.clock)
+
+    def _abandoned(self, subscription: Subscription, cancelled: Callable[[], bool]) -> bool:
+        """The caller of a long poll has hung up, or its run has left meanwhile."""
+        return cancelled() or not self._book.present(subscription)
 
     def _grant(self, subscription: Subscription, ask: Ask, state: DeliveryState) -> tuple[Lease, ...]:
         """Lease what is ready, strictly in order, and leave the rest of the ask as credit."""
@@ -301,8 +312,10 @@ class LeaseLedger:
                 state = book.state(book.subscriptions[lease.subscription])
             return lost, state
 
-    def release(self, tokens: Iterable[bytes], *, pack_at_fault: bool) -> None:
+    def release(self, tokens: Iterable[bytes], *, pack_at_fault: bool) -> list[Lease]:
         """Give leases back unread. A pack at fault is computed again, and quarantined the second time.
+
+        Returns the leases whose packs are quarantined now.
 
         Raises:
             SlipstreamError: INCARNATION_STALE, STREAM_CLOSED.
@@ -310,18 +323,22 @@ class LeaseLedger:
         book = self._book
         with book.lock:
             book.expire()
-            for token in tokens:
-                lease = book.leases.get(token)
-                if lease is None:
-                    book.refuse_void_token(token, of_other_servers=False)
-                    continue
-                subscription = book.subscriptions[lease.subscription]
-                book.touch(subscription)
-                book.end(lease)
-                subscription.give_back(lease)
-                if pack_at_fault:
-                    self._strike(subscription, lease)
-            book.changed()
+            quarantined = []
+            try:
+                for token in tokens:
+                    lease = book.leases.get(token)
+                    if lease is None:
+                        book.refuse_void_token(token, of_other_servers=False)
+                        continue
+                    subscription = book.subscriptions[lease.subscription]
+                    book.touch(subscription)
+                    book.end(lease)
+                    subscription.give_back(lease)
+                    if pack_at_fault and self._strike(subscription, lease):
+                        quarantined.append(lease)
+            finally:  # what was given back before a token that is refused can be had
+                book.changed()
+            return quarantined
 
     def leave(self, name: str, incarnation: int) -> None:
         """The run ends or pauses in order: from now on it pins no packs and nobody waits for it, until it calls again.
@@ -337,19 +354,22 @@ class LeaseLedger:
     def commit(self, name: str, incarnation: int, step: int) -> list[int]:
         """Step `step` is applied. Idempotent. Returns the run's quarantined packs.
 
+        A step before the incarnation's first is part of the weights it began with, and is not written again.
+
         Raises:
-            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN; SPEC_INVALID.
+            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN; SPEC_INVALID for a step whose packs
+                were not handed out.
         """
         book = self._book
         with book.lock:
             subscription = book.current(name, incarnation)
-            if step < 0:
-                raise SlipstreamError(f"There is no step {step}.", reason=Reason.SPEC_INVALID)
+            admission.check_commit(step, subscription)
             book.touch(subscription)
-            book.journal.commit(subscription.record, step, subscription.packs_of(step))
-            for lease in subscription.complete_step(step):
-                book.end(lease)
-            book.changed()
+            if step >= subscription.first_step:
+                book.journal.commit(subscription.record, step, subscription.packs_of(step))
+                for lease in subscription.complete_step(step):
+                    book.end(lease)
+                book.changed()
             return sorted(subscription.record.quarantined)
 
     def wake(self) -> None:
@@ -357,11 +377,14 @@ class LeaseLedger:
         with self._book.lock:
             self._book.packs.notify_all()
 
-    def _strike(self, subscription: Subscription, lease: Lease) -> None:
+    def _strike(self, subscription: Subscription, lease: Lease) -> bool:
+        """Count a pack's failure; true when it is quarantined now."""
         if lease.slot.readers == 0 and lease.slot.facts is lease.facts:
             self._book.shelves[subscription.record.stream].discard(lease.slot)
-        if subscription.strike(lease.sequence_number) >= STRIKES_TO_QUARANTINE:
-            self._book.quarantine(subscription, lease.sequence_number)
+        if subscription.strike(lease.sequence_number) < STRIKES_TO_QUARANTINE:
+            return False
+        self._book.quarantine(subscription, lease.sequence_number)
+        return True
 
     def _first_sequence_number(self, terms: SubscriptionTerms, stream: str, end: int | None) -> int:
         if terms.start is not Start.LIVE:

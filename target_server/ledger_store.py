@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from target_server.subscription import Start, SubscriptionRecord, SubscriptionTerms
+from target_server.subscription import SkippedSteps, Start, SubscriptionRecord, SubscriptionTerms
 
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x534C4950  # "SLIP": tells our file from any other SQLite file
@@ -56,6 +56,8 @@ CREATE TABLE commits (
     PRIMARY KEY (subscription, incarnation, step)
 ) STRICT, WITHOUT ROWID;
 """
+
+_COMMIT = "INSERT OR IGNORE INTO commits VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class LedgerStore:
@@ -102,8 +104,14 @@ class LedgerStore:
         with _in_words(self.path):
             self._save(record)
 
-    def seek(self, record: SubscriptionRecord) -> None:
-        """Write the record together with the incarnation it begins."""
+    def seek(self, record: SubscriptionRecord, before: SubscriptionRecord, skipped: SkippedSteps) -> None:
+        """Write the record together with the incarnation it begins: all of it, or nothing.
+
+        Args:
+            record: as it is after the seek.
+            before: as it was.
+            skipped: steps, with their packs, that count as committed by the incarnation before.
+        """
         row = (
             record.name,
             record.incarnation,
@@ -112,15 +120,14 @@ class LedgerStore:
             record.terms.packs_per_step,
         )
         with _in_words(self.path), self._transaction():
+            self._connection.executemany(_COMMIT, (_commit_row(before, *each) for each in skipped))
             self._save(record)
             self._connection.execute("INSERT OR REPLACE INTO incarnations VALUES (?, ?, ?, ?, ?)", row)
 
     def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
         """Write that `step` of the present incarnation trained `packs`, except those quarantined. Idempotent."""
-        quarantined = json.dumps(sorted(record.quarantined.intersection(packs)))
-        row = (record.name, record.incarnation, step, packs.start, packs.stop - 1, quarantined)
         with _in_words(self.path), self._transaction():
-            self._connection.execute("INSERT OR IGNORE INTO commits VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._connection.execute(_COMMIT, _commit_row(record, step, packs))
             self._connection.execute(
                 "UPDATE subscriptions SET next_step = max(next_step, ?) WHERE name = ?", (step + 1, record.name)
             )
@@ -184,6 +191,11 @@ def check_schema(connection: sqlite3.Connection, path: Path, *, create: bool) ->
             f"The ledger {path} has format {version}; this version of Slipstream knows format {SCHEMA_VERSION}.",
             "Run the version that wrote it, or begin a new one with --ledger: trainers resume from their checkpoints.",
         )
+
+
+def _commit_row(record: SubscriptionRecord, step: int, packs: range) -> tuple[str, int, int, int, int, str]:
+    quarantined = json.dumps(sorted(record.quarantined.intersection(packs)))
+    return record.name, record.incarnation, step, packs.start, packs.stop - 1, quarantined
 
 
 def _record(row: dict[str, object]) -> SubscriptionRecord:

@@ -14,11 +14,14 @@ Pure bookkeeping without a lock: the lease ledger owns it.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from target_server.shelf import PackFacts, Slot
+
+SkippedSteps = Iterable[tuple[int, range]]
+"""Steps with the packs they trained, for which no commit came."""
 
 
 class Start(StrEnum):
@@ -97,6 +100,7 @@ class Subscription:
         self.end: int | None = None
         """One past the last pack of the stream for this run; None: it repeats for ever. Set when the stream opens."""
         self.last_seen = float("-inf")
+        """When it called last; -inf before the first call and once the run has left."""
         self.waiting = 0
         """Long polls in progress."""
         self.served = 0
@@ -106,9 +110,14 @@ class Subscription:
         self.wait_seconds = 0.0
         self.serving_since: float | None = None
         self.rewind()
+        self.restored = record.incarnation > 0
+        """An earlier server handed packs out, nobody knows how many; false from the next seek on."""
 
     def rewind(self) -> None:
         """Start over at the first uncommitted step: whatever was on the way is undelivered again."""
+        self.restored = False
+        self.first_step = self.record.next_step
+        """Steps before it were part of the weights when this incarnation began, or are committed."""
         self._fresh = self.cursor
         self._horizon = self._fresh
         self.leased: dict[int, Lease] = {}
@@ -129,10 +138,16 @@ class Subscription:
     @property
     def limit(self) -> float:
         """One past the last pack of the last whole step; infinite when the stream repeats."""
-        if self.end is None:
-            return float("inf")
-        packs = max(0, self.end - self.record.first_sequence_number)
-        return self.packs_of(packs // self.record.terms.packs_per_step).start
+        return float("inf") if self.end is None else self.limit_from(self.record.first_sequence_number, self.end)
+
+    def limit_from(self, first_sequence_number: int, end: int) -> int:
+        """One past the last pack of the last whole step, if step 0 began at `first_sequence_number`."""
+        packs = max(0, end - first_sequence_number)
+        return first_sequence_number + packs - packs % self.record.terms.packs_per_step
+
+    def handed_out(self, step: int) -> bool:
+        """Every pack of the step was leased in this incarnation, or may have been by a server that is gone."""
+        return self.packs_of(step).stop <= self.fresh or (self.restored and step <= self.record.next_step)
 
     @property
     def cursor(self) -> int:

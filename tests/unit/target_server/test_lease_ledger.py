@@ -9,6 +9,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.lease_book import DeliveryState
 from target_server.lease_ledger import Ask, SeekTo
+from target_server.lineage import lineage_report
 from target_server.shelf import PackFacts
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
 
@@ -109,6 +110,22 @@ def test_an_orderly_leave_returns_leases_at_once(desk: LedgerDesk) -> None:
     assert desk.computed == [0]
 
 
+def test_what_was_released_before_a_refused_token_is_told(desk: LedgerDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, incarnation = desk.join("a")
+    other, older = desk.join("b")
+    for each in ((name, incarnation), (other, older)):
+        desk.ask(*each)
+    desk.work()
+    (mine,) = desk.ask(name, incarnation).leases
+    (void,) = desk.ask(other, older).leases
+    desk.seek(other, 0)
+    told: list[bool] = []
+    monkeypatch.setattr(desk.book, "changed", lambda: told.append(True))
+    with refused(Reason.INCARNATION_STALE):
+        desk.ledger.release([mine.token, void.token], pack_at_fault=False)
+    assert told and desk.get(name, incarnation) == [0]
+
+
 def test_a_pack_at_fault_is_computed_again_then_quarantined(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a", packs_per_step=2)
     for attempt in (1, 2):
@@ -116,7 +133,8 @@ def test_a_pack_at_fault_is_computed_again_then_quarantined(desk: LedgerDesk) ->
         desk.work()
         (lease,) = desk.ask(name, incarnation).leases
         assert (lease.sequence_number, lease.attempt) == (0, attempt)
-        desk.ledger.release([lease.token], pack_at_fault=True)
+        quarantined = desk.ledger.release([lease.token], pack_at_fault=True)
+        assert quarantined == ([] if attempt == 1 else [lease])
     grant = desk.ask(name, incarnation)
     assert grant.quarantined == (0,)
     assert desk.get(name, incarnation) == [1]
@@ -212,11 +230,68 @@ def test_quarantined_packs_of_the_cursor_are_skipped(desk: LedgerDesk) -> None:
 
 def test_a_commit_is_idempotent_and_moves_the_cursor(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a", packs_per_step=2)
-    desk.get(name, incarnation)
+    desk.get(name, incarnation, packs=2)
     assert desk.ledger.commit(name, incarnation, 0) == []
     assert desk.ledger.commit(name, incarnation, 0) == []
     assert desk.book.subscriptions[name].record.next_step == 1
-    assert desk.get(name, incarnation) == [2], "pack 1 belongs to the committed step"
+    assert desk.get(name, incarnation) == [2]
+
+
+@pytest.mark.parametrize("step", [-1, 1, 7, 2**63 - 1])
+def test_a_step_whose_packs_were_not_handed_out_cannot_be_committed(desk: LedgerDesk, step: int) -> None:
+    name, incarnation = desk.join("a", packs_per_step=2)
+    desk.get(name, incarnation, packs=3)
+    with refused(Reason.SPEC_INVALID):
+        desk.ledger.commit(name, incarnation, step)
+    assert desk.book.subscriptions[name].record.next_step == 0
+    assert desk.get(name, incarnation) == [3], "the cursor has not moved"
+
+
+def test_a_step_before_the_incarnation_is_not_committed_by_it(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a", next_step=5)
+    assert desk.ledger.commit(name, incarnation, 2) == []
+    assert lineage_report(desk.store.path, "a").steps_committed == 0
+    assert desk.get(name, incarnation) == [5]
+
+
+@pytest.mark.parametrize(
+    "to, words",
+    [
+        (SeekTo(-1, 0, 1), "not negative"),
+        (SeekTo(0, -1, 1), "not negative"),
+        (SeekTo(51, 0, 1), "Step 51 of subscriptions/a would begin at pack 102; its stream ends at pack 100"),
+        (SeekTo(0, 10**12, 1), "ends at pack 100"),
+        (SeekTo(2**62, 0, 1), "ends at pack 100"),
+        (SeekTo(0, 0, 1, lineage_incarnation=2**63 - 1), "no incarnation"),
+    ],
+)
+def test_a_cursor_that_cannot_be_is_refused(desk: LedgerDesk, to: SeekTo, words: str) -> None:
+    name, incarnation = desk.join("a", packs_per_step=2)
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        desk.ledger.seek(name, to)
+    assert caught.value.reason is Reason.SPEC_INVALID
+    assert desk.get(name, incarnation) == [0], "nothing has happened"
+    assert desk.seek(name, 50) == incarnation + 1, "the end itself is a cursor"
+
+
+def test_a_stream_that_repeats_has_a_horizon(make_desk) -> None:
+    desk = make_desk(num_packs=None)
+    desk.ledger.add_stream(STREAM, desk.shelf, horizon=10**9)
+    name, _ = desk.join("a")
+    with refused(Reason.SPEC_INVALID):
+        desk.seek(name, 10**9 + 1)
+    with refused(Reason.SPEC_INVALID):
+        desk.seek(name, 10**9)  # a thousand million commits in one go
+
+
+def test_steps_that_a_seek_skips_are_one_write(desk: LedgerDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = desk.join("a")
+    commits: list[str] = []
+    desk.store._connection.set_trace_callback(lambda text: commits.append(text) if text == "COMMIT" else None)
+    desk.seek(name, 90)
+    assert commits == ["COMMIT"]
+    report = lineage_report(desk.store.path, "a")
+    assert report.exactly_once and report.steps_committed == 90
 
 
 def test_a_commit_voids_leases_of_its_step(desk: LedgerDesk) -> None:
@@ -258,7 +333,16 @@ def test_pause_resume_close(desk: LedgerDesk) -> None:
     for call in (lambda: desk.ask(name, incarnation), lambda: desk.ledger.confirm(lease.token, 0)):
         with refused(Reason.STREAM_CLOSED):
             call()
-    assert desk.join("a") == (name, incarnation + 1), "opened anew, under a new incarnation"
+    assert desk.open("a") == name
+    for stale_call in (
+        lambda: desk.ask(name, incarnation),
+        lambda: desk.ledger.commit(name, incarnation, 0),
+        lambda: desk.ledger.confirm(lease.token, 0),
+        lambda: desk.ledger.seek(name, SeekTo(0, 0, expected_incarnation=incarnation)),
+    ):
+        with refused(Reason.INCARNATION_STALE):
+            stale_call()
+    assert desk.seek(name, 0) == incarnation + 2, "opening anew has fenced the older trainer off"
 
 
 def test_draining_grants_nothing_and_waits_for_leases(desk: LedgerDesk) -> None:
@@ -331,6 +415,30 @@ class TestLongPoll:
         thread.join(10.0)
         assert outcome[0].leases == ()
         assert desk.book.subscriptions[name].leased == {}
+
+    def test_a_run_that_leaves_ends_its_polls_and_stays_away(self, polling) -> None:
+        desk, name, start, outcome = polling
+        thread = start()
+        assert desk.queue.next_work(max_wait=10.0) is not None, "the poll has begun"
+        desk.ledger.leave(name, 1)
+        thread.join(10.0)
+        assert outcome[0].leases == ()
+        subscription = desk.book.subscriptions[name]
+        assert not desk.book.present(subscription)
+        desk.ledger.lease(name, Ask(1))
+        assert desk.book.present(subscription), "healed by the next call"
+
+    def test_an_abandoned_poll_does_not_count_as_a_call(self, polling) -> None:
+        desk, name, start, _ = polling
+        gone = threading.Event()
+        thread = start(cancelled=gone.is_set)
+        assert desk.queue.next_work(max_wait=10.0) is not None
+        with desk.book.lock:
+            began = desk.book.subscriptions[name].last_seen
+        gone.set()
+        desk.ledger.wake()
+        thread.join(10.0)
+        assert desk.book.subscriptions[name].last_seen == began
 
     def test_close_wakes_the_engine(self, desk: LedgerDesk) -> None:
         outcome: list[object] = []

@@ -1,6 +1,7 @@
 """The SQLite file: what survives a crash, the proof of the lineage, and files that cannot be used."""
 
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from target_server.lineage import lineage_report
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
 
 
-def train(desk: LedgerDesk, name: str, incarnation: int, steps: range) -> None:
+def train(desk: LedgerDesk, name: str, incarnation: int, steps: Iterable[int]) -> None:
+    """Get the packs of every step, then commit it."""
     for step in steps:
-        while not desk.ask(name, incarnation).leases:
-            desk.work()
+        while not desk.book.subscriptions[name].handed_out(step):
+            assert desk.get(name, incarnation)
         desk.ledger.commit(name, incarnation, step)
 
 
@@ -23,8 +25,7 @@ def test_a_restart_finds_every_subscription(tmp_path: Path) -> None:
     path = tmp_path / "new" / "ledger.sqlite"
     desk = LedgerDesk(path)
     name, incarnation = desk.join("a", packs_per_step=2)
-    desk.ledger.commit(name, incarnation, 0)
-    desk.ledger.commit(name, incarnation, 1)
+    train(desk, name, incarnation, range(2))
     paused, _ = desk.join("b", next_step=5)
     desk.control.pause(paused)
     closed, _ = desk.join("c")
@@ -38,7 +39,10 @@ def test_a_restart_finds_every_subscription(tmp_path: Path) -> None:
     assert records[paused].paused and records[paused].next_step == 5
     assert records[closed].closed
     assert desk.open("a", packs_per_step=2) == name
-    assert desk.get(name, incarnation) == [4], "the incarnation is still current, and goes on where it committed"
+    desk.ledger.commit(name, incarnation, 2)  # trained on packs of the server that is gone
+    with pytest.raises(SlipstreamError, match="cannot be done"):
+        desk.ledger.commit(name, incarnation, 4)
+    assert desk.get(name, incarnation) == [6], "the incarnation is still current, and goes on where it committed"
     desk.close()
 
 
@@ -56,36 +60,32 @@ def test_another_target_on_the_same_ledger_is_refused(tmp_path: Path) -> None:
 class TestLineage:
     def test_a_straight_run(self, desk: LedgerDesk) -> None:
         name, incarnation = desk.join("a", packs_per_step=2)
-        for step in range(3):
-            desk.ledger.commit(name, incarnation, step)
+        train(desk, name, incarnation, range(3))
         report = lineage_report(desk.store.path, "a")
         assert report.exactly_once
         assert (report.steps_committed, report.steps_discarded, report.next_sequence_number) == (3, 0, 6)
 
     def test_what_a_resume_threw_away_does_not_count(self, desk: LedgerDesk) -> None:
         name, incarnation = desk.join("a")
-        for step in range(5):
-            desk.ledger.commit(name, incarnation, step)
+        train(desk, name, incarnation, range(5))
         incarnation = desk.seek(name, 2)
-        for step in range(2, 4):
-            desk.ledger.commit(name, incarnation, step)
+        train(desk, name, incarnation, range(2, 4))
         incarnation = desk.seek(name, 3)
-        desk.ledger.commit(name, incarnation, 3)
+        train(desk, name, incarnation, [3])
         report = lineage_report(desk.store.path, "a")
         assert report.exactly_once
         assert (report.incarnations, report.steps_committed, report.steps_discarded) == (3, 4, 4)
 
     def test_a_commit_whose_answer_was_lost_is_made_good_by_the_seek(self, desk: LedgerDesk) -> None:
         name, incarnation = desk.join("a")
-        desk.ledger.commit(name, incarnation, 0)
+        train(desk, name, incarnation, [0])
         incarnation = desk.seek(name, 2)
-        desk.ledger.commit(name, incarnation, 2)
+        train(desk, name, incarnation, [2])
         assert lineage_report(desk.store.path, "a").exactly_once
 
     def test_a_step_that_nobody_committed_is_missing(self, desk: LedgerDesk) -> None:
         name, incarnation = desk.join("a", packs_per_step=2)
-        desk.ledger.commit(name, incarnation, 0)
-        desk.ledger.commit(name, incarnation, 2)
+        train(desk, name, incarnation, [0, 2])
         report = lineage_report(desk.store.path, "a")
         assert not report.exactly_once
         assert report.missing == (2, 3)
@@ -93,12 +93,12 @@ class TestLineage:
     def test_quarantined_packs_are_named(self, desk: LedgerDesk) -> None:
         name, _ = desk.join("a", packs_per_step=2)
         incarnation = desk.seek(name, 0, quarantined=frozenset({1, 50}))
-        desk.ledger.commit(name, incarnation, 0)
+        train(desk, name, incarnation, [0])
         assert lineage_report(desk.store.path, "a").quarantined == (1,)
 
     def test_a_lost_ledger_begins_where_the_run_was(self, desk: LedgerDesk) -> None:
         name, incarnation = desk.join("a", next_step=7)
-        desk.ledger.commit(name, incarnation, 7)
+        train(desk, name, incarnation, [7])
         report = lineage_report(desk.store.path, "a")
         assert report.exactly_once
         assert (report.first_sequence_number, report.next_sequence_number) == (7, 8)
@@ -155,8 +155,10 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     refused(tmp_path / "directory", "unable to open")
 
 
-def test_a_locked_or_full_file_fails_the_call_in_words(desk: LedgerDesk) -> None:
+def test_a_locked_or_full_file_fails_the_call_in_words(make_desk) -> None:
+    desk = make_desk(num_packs=None)
     name, incarnation = desk.join("a")
+    desk.get(name, incarnation)
     desk.store._connection.execute("PRAGMA busy_timeout = 10")
     blocker = sqlite3.connect(desk.store.path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -170,7 +172,7 @@ def test_a_locked_or_full_file_fails_the_call_in_words(desk: LedgerDesk) -> None
     desk.store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(SlipstreamError, match="full") as caught:
         for step in range(1, 2000):
-            desk.ledger.commit(name, incarnation, step)
+            train(desk, name, incarnation, [step])
     assert caught.value.reason is Reason.DISK_FULL
     desk.store._connection.execute("PRAGMA max_page_count = 100000")
     desk.ledger.commit(name, incarnation, step)

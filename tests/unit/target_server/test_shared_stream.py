@@ -28,6 +28,16 @@ def test_a_member_that_left_long_ago_does_not_complete_a_group(desk: LedgerDesk)
     assert desk.ask(b, incarnation).state is DeliveryState.ACTIVE
 
 
+def test_a_member_that_waits_for_its_group_holds_nobody_up(make_desk) -> None:
+    desk = make_desk(num_slots=4, num_packs=20)
+    waiting, one = desk.join("waiting", group="sweep", group_size=2)
+    assert desk.ask(waiting, one).state is DeliveryState.WAITING_FOR_GROUP
+    alone = desk.join("alone")
+    assert [desk.get(*alone) for _ in range(8)] == [[number] for number in range(8)]
+    desk.join("late", group="sweep", group_size=2)
+    assert desk.get(waiting, one) == [0], "once the group is complete its needs count"
+
+
 def test_a_group_that_started_stays_started(desk: LedgerDesk) -> None:
     a, _ = desk.join("a", group="sweep", group_size=2)
     desk.join("b", group="sweep", group_size=2)
