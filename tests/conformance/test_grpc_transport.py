@@ -1,7 +1,5 @@
 """What only a network does to a read: broken streams, flipped bits, a server that is away."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from slipstream.wire.channel import TargetClient, WaitInterruptedError
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.status import decode_error
 from slipstream.wire.transports import GrpcReader, PayloadRef
-from tests.fakes.payload_server import PayloadServer
+from tests.fakes.payload_server import PayloadServer, start_payload_server
 
 MEBIBYTE = 2**20
 READ_PATH = "/slipstream.hidden_states.v1.HiddenStateService/ReadPayload"
@@ -147,13 +145,7 @@ def test_stream_that_ends_early(client: TargetClient, server: PayloadServer) -> 
 
 
 def test_server_killed_in_a_read(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fakes.payload_server", str(tmp_path), str(32 * MEBIBYTE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    process = start_payload_server(tmp_path, 32 * MEBIBYTE)
     assert process.stdout is not None
     address, lease, _ = process.stdout.readline().split()
     ref = PayloadRef.of_lease(batch_pb2.Lease.FromString(bytes.fromhex(lease)))

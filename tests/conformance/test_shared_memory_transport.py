@@ -1,7 +1,6 @@
 """What only shared memory can suffer: absent, foreign or full directories, dead owners, vanished segments."""
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.transports import PayloadRef, SharedMemoryReader
-from tests.fakes.payload_server import PayloadServer
+from tests.fakes.payload_server import PayloadServer, start_payload_server
 
 MEBIBYTE = 2**20
 
@@ -31,8 +30,11 @@ def reason_of(reader: SharedMemoryReader, lease: batch_pb2.Lease) -> Reason:
     return caught.value.reason
 
 
-def mapped_segments() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "slipstream-segment-" in line]
+def mapped_segments(directory: Path) -> list[str]:
+    """Lines of this process's memory map; other tests may have left segments of other directories there."""
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if f"{directory}/slipstream-segment-" in line
+    ]
 
 
 def open_descriptors() -> int:
@@ -83,13 +85,7 @@ def test_small_tmpfs_is_an_error_and_leaves_its_space_free(tmp_path: Path) -> No
 
 
 def test_bytes_outlive_their_server_until_the_next_one_cleans_up(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.fakes.payload_server", str(tmp_path), str(MEBIBYTE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    process = start_payload_server(tmp_path, MEBIBYTE)
     assert process.stdout is not None
     _, lease_hex, host_id_hex = process.stdout.readline().split()
     lease = batch_pb2.Lease.FromString(bytes.fromhex(lease_hex))
@@ -106,10 +102,10 @@ def test_bytes_outlive_their_server_until_the_next_one_cleans_up(tmp_path: Path)
     assert reason_of(SharedMemoryReader(host_id, directory=tmp_path), lease) is Reason.LEASE_LOST
     fresh = PayloadRef.of_lease(successor.put(0, {"x": torch.ones(3)}))
     assert torch.equal(reader.read(fresh, ["x"])["x"], torch.ones(3))
-    assert len(mapped_segments()) == 2  # the successor's own and the reader's: the dead server's is gone
+    assert len(mapped_segments(tmp_path)) == 2  # the successor's own and the reader's: the dead server's is gone
     reader.close()
     successor.close()
-    assert mapped_segments() == [] and [path.name for path in tmp_path.iterdir()] == ["slipstream-host"]
+    assert mapped_segments(tmp_path) == [] and [path.name for path in tmp_path.iterdir()] == ["slipstream-host"]
 
 
 def test_reading_leaks_neither_descriptors_nor_mappings(server: PayloadServer, tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_reading_leaks_neither_descriptors_nor_mappings(server: PayloadServer, t
         reader.close()
         reader.close()
     assert open_descriptors() == descriptors
-    assert len(mapped_segments()) == 1
+    assert len(mapped_segments(tmp_path)) == 1
 
 
 def test_location_that_is_no_slot(server: PayloadServer, tmp_path: Path) -> None:

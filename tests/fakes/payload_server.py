@@ -5,6 +5,8 @@ lease and the host id in hexadecimal; it stalls at the third chunk of a read and
 """
 
 import itertools
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -129,6 +131,17 @@ def _main(directory: str, num_bytes: str) -> None:
     _say(f"{server.address} {lease.SerializeToString().hex()} {server.host_id.encode().hex()}")
     sys.stdin.read()
     server.close()
+
+
+def start_payload_server(directory: Path, num_bytes: int) -> "subprocess.Popen[str]":
+    """This module as a process, which imports what the caller imports: the sources, or the installed wheel."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(directory), str(num_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ from slipstream.run_spec.reasons import Reason
 
 
 def test_every_recipe_is_found_with_and_without_suffix() -> None:
-    assert "demo" in recipe_names()
+    assert "demo-smollm2-135m" in recipe_names()
     for name in recipe_names():
         assert recipe_path(name).is_file()
         assert recipe_path(f"{name}.toml") == recipe_path(name)
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(SlipstreamError, match="demmo") as refused:
-        recipe_path("demmo")
+    with pytest.raises(SlipstreamError, match="demo-smollm2-135n") as refused:
+        recipe_path("demo-smollm2-135n")
     assert refused.value.reason is Reason.SPEC_INVALID
-    assert "'demo'" in refused.value.remedy
+    assert "'demo-smollm2-135m'" in refused.value.remedy
 
 
 def test_unknown_recipe_lists_all_when_none_is_near() -> None:
