@@ -5,10 +5,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from drafter_trainer.batch_source import BatchSource, StepBatch
 from drafter_trainer.checkpoint import Checkpoint, CheckpointState, Cursor, LoopState, save_checkpoint
+from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.optimizer import learning_rate
@@ -49,6 +48,8 @@ class Standing:
     next_step: int
     total_steps: int
     loop: LoopState = field(default_factory=LoopState)
+    last_checkpoint: Path | None = None
+    """The one that the run was resumed from, then the newest that it saved."""
 
 
 class TrainingLoop:
@@ -61,7 +62,7 @@ class TrainingLoop:
         # While a GPU computes one step, the host prepares the next. A CPU computes in `run` itself.
         self._steps_in_flight = 1 if parts.step.device.type == "cuda" else 0
         self._saved_step = standing.next_step
-        self.last_checkpoint: Path | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def run(self) -> None:
         """Train.
@@ -82,7 +83,10 @@ class TrainingLoop:
             # Nothing to launch for now: the step that runs is the news to tell.
             self._settle()
         launched = self.standing.next_step + len(self._launched)
-        return self._parts.source.next_batch() if launched < self.standing.total_steps else None
+        if launched >= self.standing.total_steps:
+            return None
+        with failures_reported(Phase.PACKS, self._shapes):
+            return self._parts.source.next_batch()
 
     def _launch(self, batch: StepBatch) -> None:
         rate = learning_rate(self._parts.spec.optimizer, batch.step, self.standing.total_steps)
@@ -90,22 +94,17 @@ class TrainingLoop:
             self._settle()
             self._conclude(batch.step, (), None, rate)
             return
-        try:
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in batch.packs[0].tensors.items()}
+        with failures_reported(Phase.STEP, self._shapes):
             self._launched.append(self._parts.step.run(batch, rate))
-        except torch.OutOfMemoryError as error:
-            raise _out_of_memory(error) from error
-        except RuntimeError as error:
-            from drafter_trainer.flex_policy import describe_failure
-
-            shapes = {name: tuple(tensor.shape) for name, tensor in batch.packs[0].tensors.items()}
-            log_event(_log, "error", "step_failed", step=batch.step, **describe_failure(error, shapes))
-            raise
 
     def _settle(self, leave: int = 0) -> None:
         """Conclude launched steps, oldest first, until `leave` are left."""
         while len(self._launched) > leave:
             pending = self._launched.popleft()
-            self._conclude(pending.step, pending.sequence_numbers, pending.wait(), pending.learning_rate)
+            with failures_reported(Phase.RESULT, self._shapes):
+                numbers = pending.wait()
+            self._conclude(pending.step, pending.sequence_numbers, numbers, pending.learning_rate)
 
     def _conclude(self, step: int, sequence_numbers: tuple[int, ...], numbers: StepNumbers | None, rate: float) -> None:
         """Commit, count and record a step. In this order: a newer trainer's claim stops us before we write."""
@@ -159,7 +158,7 @@ class TrainingLoop:
                 f"Loss or gradient was not finite in {in_row} steps in a row, up to step "
                 f"{self.standing.next_step - 1}; none of them was applied.",
                 reason=Reason.LOSS_NOT_FINITE,
-                remedy=f"The last good checkpoint is kept: {self.last_checkpoint or 'none yet'}. Lower "
+                remedy=f"The last good checkpoint is kept: {self.standing.last_checkpoint or 'none yet'}. Lower "
                 "optimizer.learning_rate, look at the packs named above, or train in float32.",
             )
 
@@ -169,7 +168,7 @@ class TrainingLoop:
         if standing.next_step == self._saved_step:
             return
         self._parts.metrics.sync()
-        with self._parts.link.incarnation_held() as incarnation:
+        with failures_reported(Phase.SAVE), self._parts.link.incarnation_held() as incarnation:
             state = CheckpointState(
                 run=self._parts.spec.name,
                 incarnation=incarnation,
@@ -192,18 +191,8 @@ class TrainingLoop:
                 optimizer=self._parts.step.optimizer.state_tensors(),
                 rng=rng_state(),
             )
-            self.last_checkpoint = save_checkpoint(
+            standing.last_checkpoint = save_checkpoint(
                 self._parts.directory, checkpoint, keep=self._parts.spec.checkpoint.keep
             )
         self._saved_step = standing.next_step
-        log_event(_log, "info", "checkpoint_saved", step=standing.next_step, directory=str(self.last_checkpoint))
-
-
-def _out_of_memory(error: BaseException) -> SlipstreamError:
-    log_event(_log, "error", "out_of_memory", summary=torch.cuda.memory_summary(abbreviated=True))
-    return SlipstreamError(
-        f"The GPU's memory is full: {str(error).splitlines()[0]}",
-        reason=Reason.OUT_OF_MEMORY,
-        remedy="Lower train.anchors_per_pack, data.pack_tokens or loss.chunk_rows, or give the target server another "
-        "GPU. The run resumes from its last checkpoint.",
-    )
+        log_event(_log, "info", "checkpoint_saved", step=standing.next_step, directory=str(standing.last_checkpoint))

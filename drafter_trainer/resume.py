@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import slipstream
 from drafter_trainer.checkpoint import CheckpointState
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 
@@ -33,9 +35,10 @@ def check_same_run(state: CheckpointState, spec: RunSpec, *, where: str) -> None
     """Refuse a recipe that would continue the checkpoint as another run.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, naming every setting that differs, with its old and its new value.
+        SlipstreamError: SPEC_INVALID, naming every setting that differs, with its old and its new value;
+            CHECKPOINT_INVALID when the checkpoint's own definition is none that this version knows.
     """
-    old = _flat(RunSpec.model_validate(state.spec).model_dump(mode="json"))
+    old = _flat(_definition_of(state, where).model_dump(mode="json"))
     new = _flat(spec.model_dump(mode="json"))
     differences = [
         f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
@@ -49,6 +52,34 @@ def check_same_run(state: CheckpointState, spec: RunSpec, *, where: str) -> None
             remedy="Restore these settings to go on (the learning rate's schedule depends on the length of the run, "
             "too), or start a new run: --set name=… or another --run-dir.",
         )
+
+
+def check_same_length(state: CheckpointState, total_steps: int) -> None:
+    """Refuse a run that has become longer or shorter: its learning rates would be others than those planned.
+
+    Raises:
+        SlipstreamError: STREAM_CHANGED.
+    """
+    if state.total_steps != total_steps:
+        raise SlipstreamError(
+            f"Run {state.run} was planned for {state.total_steps} steps, its stream now gives {total_steps}.",
+            reason=Reason.STREAM_CHANGED,
+            remedy="The learning rate's schedule depends on the length of the run. Start it as it was started first "
+            "(stream.start, the same data), or start a new run: --set name=… or another --run-dir.",
+        )
+
+
+def _definition_of(state: CheckpointState, where: str) -> RunSpec:
+    try:
+        return RunSpec.model_validate(state.spec)
+    except ValidationError as error:
+        problems = [describe_problem(problem, {}) for problem in error.errors()]
+        raise SlipstreamError(
+            f"{where} holds a run definition that cannot be understood:\n  " + "\n  ".join(problems),
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy=f"It was written by Slipstream {state.versions.get('slipstream', 'of an unknown version')}, this is "
+            f"{slipstream.__version__}: resume with that one, or start a new run: --set name=… or another --run-dir.",
+        ) from error
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
-from drafter_trainer.checkpoint import Checkpoint, CheckpointState, load_checkpoint, newest_checkpoint, read_state
+from drafter_trainer.checkpoint import CheckpointState, load_checkpoint, newest_checkpoint, read_state
 from drafter_trainer.device_copy import DeviceCopy
+from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.progress import Progress
-from drafter_trainer.resume import check_same_run, restore_rng_state
+from drafter_trainer.resume import check_same_length, check_same_run, restore_rng_state
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.step_report import StepReporter
@@ -60,6 +61,14 @@ class RunOptions:
     """The target's bearer token."""
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """The checkpoint that weights came from."""
+
+    directory: Path
+    state: CheckpointState
+
+
 def train(spec: RunSpec, options: RunOptions) -> int:
     """Train until the end, or until told to stop; returns the exit status.
 
@@ -86,7 +95,7 @@ def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> No
         "run": spec.name,
         "step": f"{standing.next_step}/{standing.total_steps}",
         "tokens": standing.loop.tokens,
-        "checkpoint": loop.last_checkpoint and str(loop.last_checkpoint),
+        "checkpoint": standing.last_checkpoint and str(standing.last_checkpoint),
     }
     if torch.cuda.is_available():
         facts["peak_gpu_gigabytes"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
@@ -113,13 +122,15 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         client = leaving.enter_context(
             TargetClient(options.target, token=options.token, on_wait=notice, stop=stop.event)
         )
+        stop.add_listener(client.interrupt)
         link = TargetLink(client, notice, spec, run, pin_memory=device.type == "cuda")
         leaving.callback(link.close)
         target = link.handshake(saved.target_fingerprint if saved else None)
         step, config, plan = build_step(spec, link, target, device)
-        saved = load_weights(step, run, spec)
-        total_steps = join(link, run, spec, config, saved)
-        standing = Standing(saved.cursor.next_step, total_steps, saved.loop) if saved else Standing(0, total_steps)
+        with failures_reported(Phase.WEIGHTS):
+            source_of_weights = load_weights(step, run, spec)
+        standing = join(link, run, spec, config, source_of_weights)
+        total_steps = standing.total_steps
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
         source = BatchSource(link, plan, DeviceCopy(device), stop.event)
         stop.add_listener(source.wake)
@@ -184,14 +195,16 @@ def build_step(
     """The step for this target, compiled and warmed up on CUDA; the plan lacks only its place in the stream.
 
     Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, LOSS_NOT_FINITE.
+        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, LOSS_NOT_FINITE, OUT_OF_MEMORY.
     """
     target_config = TargetConfig.from_json(target.target_config_json)
     config = resolve_drafter_config(spec.drafter, target_config)
-    frozen = read_frozen_weights(
-        link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
-    )
-    step = TrainingStep(config, frozen, spec)
+    with failures_reported(Phase.FROZEN_WEIGHTS):
+        frozen = read_frozen_weights(
+            link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
+        )
+    with failures_reported(Phase.DRAFTER):
+        step = TrainingStep(config, frozen, spec)
     plan = PackPlan(
         first_sequence_number=0,
         packs_per_step=spec.train.packs_per_step,
@@ -209,54 +222,51 @@ def build_step(
     if device.type == "cuda":
         from drafter_trainer.warmup import warm_up
 
-        warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
+        with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
+            warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
     return step, config, plan
 
 
-def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> CheckpointState | None:
-    """Fill weights, optimizer and generators in place; returns the state of the checkpoint they came from, if any.
+def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> SavedState | None:
+    """Fill weights, optimizer and generators in place; returns the checkpoint they came from, if any.
 
     The checkpoint is looked for again: while this process warmed up, a trainer that still runs has saved newer ones.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID.
     """
-    checkpoint = _load_newest(run)
-    if checkpoint is None:
+    with run.unchanged():
+        directory = newest_checkpoint(run.checkpoints)
+        checkpoint = load_checkpoint(directory) if directory else None
+    if directory is None or checkpoint is None:
         step.load_weights(step.first_weights(spec.train.seed))
         torch.manual_seed(spec.train.seed)
         return None
-    check_same_run(checkpoint.state, spec, where=str(run.checkpoints))
+    check_same_run(checkpoint.state, spec, where=str(directory))
     step.load_weights(checkpoint.drafter)
     step.optimizer.load_state(checkpoint.optimizer)
     restore_rng_state(checkpoint.rng)
     log_event(_log, "info", "resumed", run=spec.name, next_step=checkpoint.state.cursor.next_step)
-    return checkpoint.state
-
-
-def _load_newest(run: RunDirectory) -> Checkpoint | None:
-    with run.unchanged():
-        directory = newest_checkpoint(run.checkpoints)
-        return load_checkpoint(directory) if directory else None
+    return SavedState(directory, checkpoint.state)
 
 
 def join(
-    link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConfig, saved: CheckpointState | None
-) -> int:
-    """Subscribe, begin a new incarnation, claim the run directory; returns the steps of the whole run.
+    link: TargetLink, run: RunDirectory, spec: RunSpec, config: DrafterConfig, saved: SavedState | None
+) -> Standing:
+    """Subscribe, begin a new incarnation, claim the run directory; returns where the run stands.
 
     Raises:
         SlipstreamError: STREAM_CHANGED, INCARNATION_STALE; DATA_INVALID when the data is less than one step.
     """
     position = Position(incarnation=run.newest_incarnation())
     if saved is not None:
-        cursor = saved.cursor
+        cursor = saved.state.cursor
         position = Position(
             next_step=cursor.next_step,
             first_sequence_number=cursor.first_sequence_number,
             quarantined=cursor.quarantined,
-            incarnation=max(position.incarnation, saved.incarnation),
-            stream=saved.stream,
+            incarnation=max(position.incarnation, saved.state.incarnation),
+            stream=saved.state.stream,
         )
     opened = link.begin(position, config.target_layer_ids)
     for line in DataReport.model_validate_json(opened.data_report_json).summary_lines():
@@ -270,7 +280,10 @@ def join(
             reason=Reason.DATA_INVALID,
             remedy="Lower train.packs_per_step or data.pack_tokens, raise train.epochs, or add conversations.",
         )
-    return total
+    if saved is None:
+        return Standing(0, total)
+    check_same_length(saved.state, total)
+    return Standing(saved.state.cursor.next_step, total, saved.state.loop, saved.directory)
 
 
 def total_steps(spec: RunSpec, end_sequence_number: int | None, first_sequence_number: int) -> int:

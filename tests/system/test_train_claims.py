@@ -183,6 +183,10 @@ def test_a_run_whose_loss_is_not_finite_ends_in_words(
     kept = json.loads((tmp_path / "checkpoints" / "latest" / "state.json").read_text())
     assert kept["loop"]["not_finite_in_row"] == 2 and kept["loop"]["not_finite_steps"] == 2
 
+    again = run.start(target_address)
+    assert again.wait_exit() == 9, again.output
+    assert f"The last good checkpoint is kept: {tmp_path / 'checkpoints' / 'step-00000003'}" in again.output
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from drafter_trainer.checkpoint import CheckpointState, Cursor, LoopState
-from drafter_trainer.resume import check_same_run
+from drafter_trainer.resume import check_same_length, check_same_run
 from drafter_trainer.start import total_steps
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -72,6 +72,25 @@ def test_what_is_learned_may_not(change: dict[str, Any], words: str) -> None:
         check_same_run(state_of(spec()), spec(**change), where="checkpoint")
     assert refused.value.reason is Reason.SPEC_INVALID
     assert words in refused.value.message and refused.value.message.count(" in the checkpoint, ") == 1
+
+
+def test_a_definition_of_another_version_is_refused_in_words() -> None:
+    state = state_of(spec())
+    old = state.spec | {"train": state.spec["train"] | {"warm_start": True}, "loss": {"objective": "kl"}}
+    state = state.model_copy(update={"spec": old, "versions": {"slipstream": "0.0.1"}})
+    with pytest.raises(SlipstreamError) as refused:
+        check_same_run(state, spec(), where="runs/tiny/checkpoints/step-00000005")
+    assert refused.value.reason is Reason.CHECKPOINT_INVALID and refused.value.exit_code == 11
+    assert refused.value.message.startswith("runs/tiny/checkpoints/step-00000005 ")
+    assert "train.warm_start: unknown key" in refused.value.message and "loss.objective: " in refused.value.message
+    assert "Slipstream 0.0.1" in refused.value.remedy
+
+
+def test_a_run_that_would_have_another_length_is_refused() -> None:
+    check_same_length(state_of(spec()), 10)
+    with pytest.raises(SlipstreamError, match="planned for 10 steps, its stream now gives 12") as refused:
+        check_same_length(state_of(spec()), 12)
+    assert refused.value.reason is Reason.STREAM_CHANGED and refused.value.exit_code == 8
 
 
 @pytest.mark.parametrize(

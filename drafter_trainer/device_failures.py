@@ -1,0 +1,89 @@
+"""What fails on the device or in a compiled call is reported where it fails: phase, shapes, versions, memory."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
+
+_REPORTED_REASONS = (Reason.DENSE_ATTENTION, Reason.PACK_OUTSIDE_BUCKETS)
+_SAME_COMMAND = "then start the same command again: a run that has a checkpoint goes on from it."
+_NEW_RUN = "A run that has a checkpoint keeps its settings: give the changed one another name (--set name=…)."
+
+_log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """What the trainer was doing, in words."""
+
+    FROZEN_WEIGHTS = "loading the target's frozen weights"
+    DRAFTER = "building the drafter and its optimizer"
+    WARM_UP = "warming up"
+    WEIGHTS = "filling in the drafter's weights"
+    PACKS = "taking the packs of a step"
+    STEP = "starting a step"
+    RESULT = "waiting for a step"
+    SAVE = "saving a checkpoint"
+
+
+_TO_LOWER = {
+    Phase.FROZEN_WEIGHTS: "train in bfloat16 (train.precision), which halves the embedding and the head",
+    Phase.DRAFTER: "lower drafter.num_layers or drafter.intermediate_size",
+    Phase.PACKS: "lower stream.prefetch_packs or data.pack_tokens",
+}
+_TO_LOWER_IN_A_STEP = "lower train.anchors_per_pack, data.pack_tokens or loss.chunk_rows"
+
+
+@contextmanager
+def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Iterator[None]:
+    """Log what went wrong in the block with all that a report must hold, then raise it.
+
+    What was refused in words on purpose (SlipstreamError) passes unlogged, unless attention went dense or something
+    was compiled after the warm-up.
+
+    Args:
+        phase: what the block does.
+        shapes: of the pack at hand, by tensor name.
+
+    Raises:
+        SlipstreamError: OUT_OF_MEMORY when the device's memory is full, with the phase and what to change.
+    """
+    try:
+        yield
+    except SlipstreamError as error:
+        if error.reason in _REPORTED_REASONS:
+            _report(error, phase, shapes)
+        raise
+    except Exception as error:
+        _report(error, phase, shapes)
+        if _is_out_of_memory(error):
+            raise _out_of_memory(error, phase) from error
+        raise
+
+
+def _report(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+    # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
+    from drafter_trainer.flex_policy import describe_failure
+
+    log_event(_log, "error", "phase_failed", phase=phase.value, **describe_failure(error, shapes or {}))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True also for what torch's compiler wraps: a backend that ran out of memory while it tried kernels."""
+    inner = getattr(error, "inner_exception", None)
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(inner, torch.OutOfMemoryError)
+
+
+def _out_of_memory(error: Exception, phase: Phase) -> SlipstreamError:
+    lower = _TO_LOWER.get(phase, _TO_LOWER_IN_A_STEP)
+    return SlipstreamError(
+        f"The GPU's memory was full while {phase.value}: {str(error).splitlines()[0]}",
+        reason=Reason.OUT_OF_MEMORY,
+        remedy=f"Give the target server another GPU or stop other programs on this one, {_SAME_COMMAND} "
+        f"Or {lower}. {_NEW_RUN}",
+    )

@@ -1,0 +1,100 @@
+"""What fails on the device is reported with its phase, whichever part of the loop it comes out of."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from drafter_trainer.batch_source import StepBatch
+from drafter_trainer.device_failures import Phase, failures_reported
+from drafter_trainer.loop import RunParts, Standing, TrainingLoop
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from tests.unit.trainer_runtime.test_step import make_pack, make_spec, make_step
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
+LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def fields_of(log: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.slipstream_fields for record in log.records if record.message == "phase_failed"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [FULL, BackendCompilerFailed(lambda *_: None, FULL, None)])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_full_memory_ends_in_words(error: Exception, phase: Phase, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SlipstreamError) as raised, failures_reported(phase, {"input_ids": (128,)}):
+        raise error
+    assert raised.value.reason is Reason.OUT_OF_MEMORY and raised.value.exit_code == 6
+    assert f"was full while {phase.value}: " in raised.value.message and "\n" not in raised.value.message
+    assert "lower " in raised.value.remedy or "train.precision" in raised.value.remedy
+    (fields,) = fields_of(caplog)
+    assert fields["phase"] == phase.value and fields["shapes"] == "input_ids (128,)"
+    assert "CUDA out of memory" in fields["error"] and fields["torch"] == str(torch.__version__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LOST,
+        SlipstreamError("flex_attention ran uncompiled", reason=Reason.DENSE_ATTENTION),
+        SlipstreamError("torch began to compile", reason=Reason.PACK_OUTSIDE_BUCKETS),
+    ],
+)
+def test_what_is_unforeseen_is_reported_and_raised_as_it_is(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(type(error)) as raised, failures_reported(Phase.WARM_UP):
+        raise error
+    assert raised.value is error
+    assert str(error) in fields_of(caplog)[0]["error"]
+
+
+def test_what_was_refused_in_words_is_no_failure_of_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SlipstreamError), failures_reported(Phase.SAVE):
+        raise SlipstreamError("The disk is full.", reason=Reason.DISK_FULL)
+    assert not fields_of(caplog)
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def loop_with(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> TrainingLoop:
+    """A loop over one real pack and the real step, in which one call fails."""
+    spec = make_spec()
+    step = make_step(spec)
+    batch = StepBatch(0, (make_pack(0),))
+    source = SimpleNamespace(is_ready=lambda: True, next_batch=lambda: batch)
+    if where == "next_batch":
+        source.next_batch = failing(error)
+    elif where == "run":
+        monkeypatch.setattr(step, "run", failing(error))
+    else:
+        pending = step.run(batch, 1e-3)
+        monkeypatch.setattr(pending, "wait", failing(error))
+        monkeypatch.setattr(step, "run", lambda *_: pending)
+    unused: Any = None
+    reporter: Any = SimpleNamespace(begin=lambda: None)
+    feeder: Any = source
+    parts = RunParts(spec, unused, step, feeder, unused, unused, unused, unused, reporter)
+    return TrainingLoop(parts, Standing(0, total_steps=10))
+
+
+@pytest.mark.parametrize(("where", "phase"), [("next_batch", Phase.PACKS), ("run", Phase.STEP), ("wait", Phase.RESULT)])
+def test_every_part_of_the_loop_is_watched(
+    where: str, phase: Phase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SlipstreamError, match=phase.value) as raised:
+        loop_with(monkeypatch, where, FULL).run()
+    assert raised.value.reason is Reason.OUT_OF_MEMORY
+    caplog.clear()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        loop_with(monkeypatch, where, LOST).run()
+    (fields,) = fields_of(caplog)
+    assert fields["phase"] == phase.value
+    assert ("input_ids (128,)" in fields["shapes"]) == (where != "next_batch")
