@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
+from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.data_report import Finding
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE_ANSWER = "Probe7answer"
-# Templates that write today's date would make a document depend on the day it is rendered. This macro takes the
-# place of transformers' strftime_now and always gives one Friday.
-_FIXED_DATE = {
-    "%d": "26", "%-d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024", "%y": "24", "%A": "Friday",
-    "%a": "Fri", "%H": "12", "%M": "00", "%S": "00",
-}  # fmt: skip
-_FIXED_DATE_MACRO = (
-    "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f" | replace('{directive}', '{value}')" for directive, value in _FIXED_DATE.items())
-    + " }}{%- endmacro -%}"
-)
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,6 @@ class ChatTemplate:
                 "in the model's directory.",
             )
         self._tokenizer = tokenizer
-        template: str = tokenizer.get_chat_template()
-        self._template = _FIXED_DATE_MACRO + template if "strftime_now" in template else template
         self.closing = self._probe_closing()
         self.end_of_turn = _through_first_special_token(self.closing, tokenizer)
         """What the template writes after an answer, through its first special token; empty if it writes none."""
@@ -102,11 +90,7 @@ class ChatTemplate:
 
     def _render(self, turns: Sequence[Turn], *, as_prompt: bool = False) -> str:
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        text = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._template, tokenize=False, add_generation_prompt=as_prompt
-        )
-        assert isinstance(text, str)
-        return text
+        return render_chat(self._tokenizer, messages, as_prompt=as_prompt)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """Text and answers of a conversation.

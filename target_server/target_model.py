@@ -15,10 +15,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
+from slipstream.target_fingerprint import fingerprint_target
 from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.target_config import TargetConfig
-from target_server.fingerprint import fingerprint_target
 from target_server.forward import PackedForward
 
 _logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream import target_fingerprint
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, locate_target
-from target_server import fingerprint
-from target_server.fingerprint import fingerprint_target
+from slipstream.target_fingerprint import fingerprint_target
 from target_server.target_model import TargetModel
 from tests.unit.target_model.document_alone import save_tiny_target
 
@@ -55,7 +55,7 @@ def test_dtype_and_revision_are_part_of_it_and_foreign_files_are_not(directory: 
 
 def test_files_of_many_blocks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order counts: two blocks that change places change the fingerprint."""
-    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(target_fingerprint, "_BLOCK_BYTES", 1000)
     before = fingerprint_target(files_of(directory), "float32")
     content = (directory / "model.safetensors").read_bytes()
     swapped = content[:20_000] + content[21_000:22_000] + content[20_000:21_000] + content[22_000:]

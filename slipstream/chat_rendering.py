@@ -1,0 +1,41 @@
+"""Chat messages as text: the same for documents that a drafter is trained on and prompts that it is measured with."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Templates that write today's date would make a text depend on the day it is rendered. This macro takes the place of
+# transformers' strftime_now and always gives one Friday.
+_FIXED_DATE = {
+    "%d": "26", "%-d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024", "%y": "24", "%A": "Friday",
+    "%a": "Fri", "%H": "12", "%M": "00", "%S": "00",
+}  # fmt: skip
+_FIXED_DATE_MACRO = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f" | replace('{directive}', '{value}')" for directive, value in _FIXED_DATE.items())
+    + " }}{%- endmacro -%}"
+)
+
+
+def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], *, as_prompt: bool) -> str:
+    """The tokenizer's chat template applied to messages of `role` and `content`, on one fixed day.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: in order.
+        as_prompt: add what makes the model answer next.
+
+    Raises:
+        jinja2.TemplateError, TypeError, ValueError: the template refuses these messages.
+    """
+    template: str = tokenizer.get_chat_template()
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        chat_template=_FIXED_DATE_MACRO + template if "strftime_now" in template else template,
+        tokenize=False,
+        add_generation_prompt=as_prompt,
+    )
+    assert isinstance(text, str)
+    return text
