@@ -111,7 +111,7 @@ class RunDirectory:
             yield
 
     def write_spec(self, spec_json: str, incarnation: int) -> None:
-        """Keep the resolved run definition beside the results, for people and for evaluation."""
+        """Keep the resolved run definition beside the results, for people; programs read it in the checkpoints."""
         with self.owned(incarnation), disk_errors_in_words(self.root):
             write_atomically(self.root / "spec.json", spec_json + "\n")
 

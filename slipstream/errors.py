@@ -44,7 +44,11 @@ class SlipstreamError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """Exit status for a command line: 2 usage, 3 input, 4 machine, 5 disk, 6 memory, 7 stale, 8 target, else 1."""
+        """Exit status for a command line.
+
+        2 recipe or flag, 3 data, model or path, 4 machine, port or database, 5 disk, 6 memory, 7 a newer owner,
+        8 target and run do not fit, 9 loss not finite, 11 checkpoint, 12 output differs from plain decoding, else 1.
+        """
         return _EXIT_CODES.get(self.reason, 1)
 
     def __str__(self) -> str:

@@ -202,7 +202,7 @@ def placement_of(machine: Machine) -> list[str]:
     if machine.torch.gpus:
         gpu = machine.torch.gpus[0].name
         return [
-            f"target server: its own process, the model in bfloat16 on GPU 0 ({gpu})",
+            f"target server: its own process, the model in float32 on GPU 0 ({gpu})",
             "trainer: another process on the same GPU, compiled flex_attention",
             f"packs go from one to the other through {wire}",
         ]

@@ -135,7 +135,7 @@ class LossSpec(Section):
     """Default: 7 for B = 16, 5 for 10, 4 for 8, else B / 2."""
     dpace_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     chunk_rows: PositiveInt | None = None
-    """Rows of logits held at once; rounded to whole blocks. Default: from the memory at hand."""
+    """Rows of logits held at once; rounded to whole blocks. Default: by a GPU's total memory; on a CPU for 64 MiB."""
 
     @model_validator(mode="after")
     def _gamma_used(self) -> "LossSpec":
