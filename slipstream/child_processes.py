@@ -1,0 +1,95 @@
+"""Programs that start programs: what they started ends with them, on an error, on Ctrl-C and on SIGTERM."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import IO
+
+SIGTERM_STATUS = 128 + signal.SIGTERM
+_LEAVE_SECONDS = 30.0
+"""How long a child may take to save its work and leave."""
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Within, SIGTERM raises SystemExit(143) in the main thread, so that `finally` and `with` do their work.
+
+    Further SIGTERMs are ignored: they would break off just that work. Main thread only.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(SIGTERM_STATUS)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def child_process(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, output: IO[bytes] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, which must be one of ours; on leaving, it is asked to end if it still runs, then made to.
+
+    Args:
+        command: program and arguments.
+        environment: what it sees besides this process's environment.
+        output: takes stdout and stderr; None: those of this process.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        # A signal between the child's start and the assignment would leave a child that nobody knows. The child
+        # inherits the block; `run_main` of every program lifts it.
+        with _signals_held():
+            process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        yield process
+    finally:
+        if process is not None:
+            end_process(process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM; SIGKILL where that does not end it in time, or where waiting is interrupted."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVE_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def exit_status(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end; the status as a shell would give it: 128 + signal for a killed process."""
+    status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def one_gpu() -> dict[str, str]:
+    """Environment in which a child sees only the first of the GPUs that this process sees."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return {"CUDA_VISIBLE_DEVICES": first}
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    held = (signal.SIGTERM, signal.SIGINT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
