@@ -1,9 +1,11 @@
 """`drafter-trainer eval`: measure a checkpoint's drafter by decoding with it."""
 
 import argparse
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -30,53 +32,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=_positive, default=1, help="prompts decoded at once, each in a process of its own (default: 1)"
     )
     parser.add_argument("--compare-untrained", action="store_true", help="also decode with the drafter's first weights")
+    parser.add_argument(
+        "--allow-other-target", action="store_true", help="measure the drafter on a target it was not trained for"
+    )
     parser.add_argument("--output", type=Path, help="write the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate and print the table.
+    """Evaluate and print the table. SIGTERM ends it in order, with status 143.
 
     Raises:
-        SlipstreamError: NOT_LOSSLESS when an output differs from plain decoding by more than rounding; anything that
-            loading the checkpoint, the target or the prompts raises.
+        SlipstreamError: NOT_LOSSLESS when an output differs from plain decoding by more than rounding;
+            TARGET_INCOMPATIBLE when the target is not the run's; anything that loading the checkpoint, the target or
+            the prompts raises.
     """
     import sys
 
-    import torch
     from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
-    from drafter_trainer.evaluation.compare import compare
-    from drafter_trainer.evaluation.prompt_decoder import decode_prompts
-    from drafter_trainer.evaluation.prompts import load_prompts
-    from drafter_trainer.evaluation.report import print_report, to_dict, write_report
+    from drafter_trainer.evaluation.report import print_report, write_report
 
-    directory, spec = open_checkpoint(args.checkpoint)
-    prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
-    plan = make_plan(args, directory, spec)
-    gap_bound = 0.0 if plan.target.dtype == "float32" else spec.eval.bfloat16_gap_bound
-    columns = (*Progress.get_default_columns()[:-1], TextColumn("ETA"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        decodings = decode_prompts(plan, prompts, args.jobs)
-        tracked = progress.track(decodings, total=len(prompts), description="decoding prompts")
-        comparison = compare(tracked, plan.labels, gap_bound)
-    settings = {
-        "checkpoint": directory.name,
-        "run": spec.name,
-        "target": plan.target.model,
-        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
-        "dtype": plan.target.dtype,
-        "max_new_tokens": plan.max_new_tokens,
-        "gap_bound": gap_bound,
-        "torch": torch.__version__,
-        "processes": args.jobs,
-        "threads_per_process": plan.threads,
-    }
-    report = to_dict(comparison, settings)
+    with sigterm_as_exit():
+        report = measure(args)
+    # The table first: it must not be lost where the file cannot be written.
+    print_report(report, Console(file=sys.stdout))
     if args.output:
         write_report(args.output, report)
-    print_report(report, Console(file=sys.stdout))
-    if not comparison.lossless:
+    if not report["lossless"]:
         raise SlipstreamError(
             "speculative output differs from plain greedy decoding by more than rounding explains (see above)",
             reason=Reason.NOT_LOSSLESS,
@@ -85,13 +67,56 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode all prompts; returns the report."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+    from drafter_trainer.evaluation.compare import compare
+    from drafter_trainer.evaluation.prompt_decoder import decode_prompts
+    from drafter_trainer.evaluation.prompts import load_prompts
+    from drafter_trainer.evaluation.report import to_dict
+    from drafter_trainer.evaluation.target_check import is_training_target
+
+    directory, spec, fingerprint = open_checkpoint(args.checkpoint)
+    prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
+    plan = make_plan(args, directory, spec)
+    verified = is_training_target(plan.target, spec.target, fingerprint, allow_other=args.allow_other_target)
+    gap_bound = 0.0 if plan.target.dtype == "float32" else spec.eval.bfloat16_gap_bound
+    columns = (*Progress.get_default_columns()[:-1], TextColumn("ETA"), TimeRemainingColumn())
+    with (
+        closing(decode_prompts(plan, prompts, args.jobs)) as decodings,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        tracked = progress.track(decodings, total=len(prompts), description="decoding prompts")
+        comparison = compare(tracked, plan.labels, gap_bound)
+    settings = {
+        "checkpoint": directory.name,
+        "run": spec.name,
+        "target": plan.target.model,
+        "target_verified": verified,
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
+        "dtype": plan.target.dtype,
+        "max_new_tokens": plan.max_new_tokens,
+        "gap_bound": gap_bound,
+        "torch": torch.__version__,
+        "processes": args.jobs,
+        "threads_per_process": plan.threads,
+    }
+    return to_dict(comparison, settings)
+
+
 def make_plan(args: argparse.Namespace, directory: Path, spec: "RunSpec") -> "DecodingPlan":
     """Flags where given, else the run definition."""
     import torch
 
     from drafter_trainer.evaluation.prompt_decoder import DecodingPlan
 
-    changed = {"dtype": args.dtype or spec.eval.dtype, "model": args.target_model or spec.target.model}
+    changed = {"dtype": args.dtype or spec.eval.dtype}
+    if args.target_model and args.target_model != spec.target.model:
+        # A revision belongs to the name it was given with.
+        changed |= {"model": args.target_model, "revision": None}
     return DecodingPlan(
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
@@ -102,12 +127,14 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: "RunSpec") -> "De
     )
 
 
-def open_checkpoint(path: Path) -> "tuple[Path, RunSpec]":
-    """The checkpoint directory that `path` means, and the run definition it was trained with.
+def open_checkpoint(path: Path) -> "tuple[Path, RunSpec, str]":
+    """The checkpoint directory that `path` means, the run definition it was trained with, its target's fingerprint.
 
     Raises:
-        SlipstreamError: CHECKPOINT_INVALID, there is none or it is damaged.
+        SlipstreamError: CHECKPOINT_INVALID, there is none, it is damaged, or its run definition is of another version.
     """
+    from pydantic import ValidationError
+
     from drafter_trainer.checkpoint import newest_checkpoint, read_state
     from slipstream.run_spec.spec import RunSpec
 
@@ -118,7 +145,17 @@ def open_checkpoint(path: Path) -> "tuple[Path, RunSpec]":
             reason=Reason.CHECKPOINT_INVALID,
             remedy="Name a run directory with checkpoints/, or one step-… directory in it.",
         )
-    return directory, RunSpec.model_validate(read_state(directory).spec)
+    state = read_state(directory)
+    try:
+        return directory, RunSpec.model_validate(state.spec), state.target_fingerprint
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise SlipstreamError(
+            f"the run definition in checkpoint {directory} cannot be understood: {key}: {first['msg']}",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="It may come from another version of Slipstream; evaluate with that one.",
+        ) from error
 
 
 def _prompts_path(args: argparse.Namespace, spec: "RunSpec") -> Path:

@@ -33,7 +33,6 @@ class Decoded:
     """Tokens drafted per round; 0 in plain decoding."""
     drafts_accepted: list[int] = field(default_factory=list)
     """Matching prefix per round, before any cut."""
-    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     """All rounds, without the prefill."""
 
@@ -158,7 +157,6 @@ def decode_greedily(
     """
     device = prompt_ids.device
     result = Decoded(num_drafts=drafter.drafter.config.block_size - 1 if drafter is not None else 0)
-    started = _synchronised_time(device)
     logits, features = target.forward(prompt_ids, last_only=True)
     if drafter is not None and features is not None:
         drafter.extend(features)
@@ -166,7 +164,6 @@ def decode_greedily(
     prefilled = _synchronised_time(device)
     while len(result.tokens) < max_new_tokens and result.tokens[-1] not in end_ids:
         _one_round(target, drafter, result, max_new_tokens, end_ids)
-    result.prefill_seconds = prefilled - started
     result.decode_seconds = _synchronised_time(device) - prefilled
     return result
 

@@ -1,13 +1,19 @@
 """Decodes prompts plainly and with each drafter, in this process or in several."""
 
+import logging
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import signal
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+from jinja2.exceptions import TemplateError
 
 from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
@@ -15,12 +21,16 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.evaluation.compare import PLAIN
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from drafter_trainer.evaluation.prompts import Prompt
+from drafter_trainer.evaluation.target_check import check_fits
+from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
-from slipstream.wire.target_config import TargetConfig
+from slipstream.telemetry.logs import log_event
+
+_log = logging.getLogger(__name__)
 
 TRAINED = "trained"
 UNTRAINED = "untrained"
@@ -49,8 +59,8 @@ class DecodingPlan:
 
 def decode_prompts(
     plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int
-) -> Iterator[tuple[Prompt, dict[str, Decoded]]]:
-    """Every prompt by every way of decoding, in any order.
+) -> Generator[tuple[Prompt, dict[str, Decoded]], None, None]:
+    """Every prompt by every way of decoding, in any order. Close the generator: its processes end with it.
 
     Args:
         plan: see there.
@@ -58,20 +68,48 @@ def decode_prompts(
         jobs: processes; 1 decodes in this one. Decoding one prompt on a CPU uses one core, whatever its threads.
 
     Raises:
-        SlipstreamError: what loading the checkpoint or the target raises.
+        SlipstreamError: what loading the checkpoint or the target raises; DATA_INVALID, the chat template refuses a
+            prompt; OUT_OF_MEMORY, a process was killed.
     """
     if jobs == 1:
         decoder = PromptDecoder.open(plan)
+        log_event(_log, "info", "decoding", prompts=len(prompts), processes=1)
         yield from ((prompt, decoder.decode(prompt)) for prompt in prompts)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = {pool.submit(_decode_in_worker, plan, prompt): prompt for prompt in prompts}
-        try:
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
+    waiting: dict[Future[dict[str, Decoded]], Prompt] = {}
+    try:
+        for prompt in prompts:
+            waiting[pool.submit(_decode_in_worker, plan, prompt)] = prompt
+        log_event(_log, "info", "decoding", prompts=len(prompts), processes=jobs)
+        for done in as_completed(waiting):
+            yield waiting.pop(done), done.result()
+    except BrokenProcessPool as error:
+        raise SlipstreamError(
+            "a decoding process was killed, most often because the machine's memory is full",
+            reason=Reason.OUT_OF_MEMORY,
+            remedy="Lower --jobs: every process holds the target.",
+        ) from error
+    finally:
+        if waiting:
+            # Nobody waits any more for what they are decoding, which may take minutes.
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leave with the parent: at its word, not at a Ctrl-C that the terminal sends to all; and where it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, name="leave-with-parent", daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _decode_in_worker(plan: DecodingPlan, prompt: Prompt) -> dict[str, Decoded]:
@@ -126,17 +164,29 @@ class PromptDecoder:
         return cls(target, placed, plan.max_new_tokens)
 
     def decode(self, prompt: Prompt) -> dict[str, Decoded]:
-        """One prompt by every way of decoding, by label; plain decoding under PLAIN."""
-        text = self.target.tokenizer.apply_chat_template(
-            list(prompt.messages), tokenize=False, add_generation_prompt=True
-        )
+        """One prompt by every way of decoding, by label; plain decoding under PLAIN.
+
+        Raises:
+            SlipstreamError: DATA_INVALID, the chat template refuses the prompt.
+        """
         ids = torch.tensor(
-            self.target.tokenizer(text, add_special_tokens=False)["input_ids"], device=self.target.model.device
+            self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)["input_ids"],
+            device=self.target.model.device,
         )
         if not self._warm:
             self._decode_all_ways(ids, WARM_UP_TOKENS)
             self._warm = True
         return self._decode_all_ways(ids, self.max_new_tokens)
+
+    def _rendered(self, prompt: Prompt) -> str:
+        try:
+            return render_chat(self.target.tokenizer, prompt.messages, as_prompt=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise SlipstreamError(
+                f"the target's chat template refuses prompt {prompt.id}: {error}",
+                reason=Reason.DATA_INVALID,
+                remedy="Change its messages (some templates take no system message), or remove it.",
+            ) from error
 
     def _decode_all_ways(self, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Decoded]:
         ways: dict[str, DFlashDrafter | None] = {PLAIN: None, **self.drafters}
@@ -157,24 +207,3 @@ def end_ids(target: LoadedTarget) -> frozenset[int]:
     configured = target.model.generation_config.eos_token_id if target.model.generation_config else None
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in (*listed, target.tokenizer.eos_token_id) if i is not None)
-
-
-def check_fits(config: DrafterConfig, target: TargetConfig) -> None:
-    """Compare the sizes of drafter and target.
-
-    Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, with what was found and expected.
-    """
-    pairs = {
-        "vocabulary rows": (target.vocab_size, config.vocab_size),
-        "hidden size": (target.hidden_size, config.hidden_size),
-        "layers": (target.num_layers, config.num_target_layers),
-        "model type": (target.model_type, config.target_model_type),
-    }
-    wrong = [f"{name} {found} (expected {expected})" for name, (found, expected) in pairs.items() if found != expected]
-    if wrong:
-        raise SlipstreamError(
-            f"the target does not fit the drafter: {', '.join(wrong)}",
-            reason=Reason.TARGET_INCOMPATIBLE,
-            remedy="Give the target that the drafter was trained for with --target-model.",
-        )

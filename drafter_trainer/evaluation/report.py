@@ -1,6 +1,7 @@
 """The result of an evaluation as JSON and as a table for people."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter_trainer.evaluation.compare import PLAIN, Comparison, Tally
+from drafter_trainer.evaluation.losslessness import Difference
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 
 
 def total(tallies: dict[str, Tally]) -> Tally:
@@ -24,7 +28,7 @@ def total(tallies: dict[str, Tally]) -> Tally:
 
 
 def to_dict(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]:
-    """JSON-ready report; `accepted_length` counts the bonus token, `ratio` is speculative over plain tokens/s."""
+    """JSON-ready report; None stands where there is no number: no verification round, an output that ended."""
     ways: dict[str, Any] = {}
     for label, by_source in comparison.tallies.items():
         rows = {**by_source, "all": total(by_source)}
@@ -35,7 +39,7 @@ def to_dict(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]:
         "accepted_length_counts": "accepted drafts + 1 bonus token, per verification round",
         "results": ways,
         "lossless": comparison.lossless,
-        "differences": {label: [d.to_dict() for d in found] for label, found in comparison.differences.items()},
+        "differences": {label: [_difference(d) for d in found] for label, found in comparison.differences.items()},
     }
 
 
@@ -44,17 +48,38 @@ def _row(tally: Tally, plain: Tally) -> dict[str, Any]:
         "prompts": tally.prompts,
         "tokens": tally.tokens,
         "rounds": tally.rounds,
-        "accepted_length": tally.accepted_length,
+        "accepted_length": _finite(tally.accepted_length),
         "acceptance_by_position": tally.acceptance_by_position,
-        "tokens_per_second": tally.tokens_per_second,
-        "speed_ratio_to_plain": tally.tokens_per_second / plain.tokens_per_second,
+        "tokens_per_second": _finite(tally.tokens_per_second),
+        # Without a token behind the prefill's there is no speed to compare with.
+        "speed_ratio_to_plain": _finite(tally.tokens_per_second / plain.tokens_per_second) if plain.tokens else None,
     }
 
 
+def _difference(difference: Difference) -> dict[str, Any]:
+    return difference.to_dict() | {"top_two_gap": _finite(difference.top_two_gap)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    """Write the report as JSON.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED, the file cannot be written.
+    """
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SlipstreamError(
+            f"the report cannot be written to {path}: {error.strerror}",
+            reason=Reason.PATH_NOT_ALLOWED,
+            remedy="Give --output a file in a directory that you may write to.",
+        ) from error
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -72,13 +97,24 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 source,
                 str(row["prompts"]),
                 str(row["tokens"]),
-                f"{row['accepted_length']:.3f}",
-                f"{row['tokens_per_second']:.1f}",
-                f"{row['speed_ratio_to_plain']:.2f}x",
+                _shown(row["accepted_length"], ".3f"),
+                _shown(row["tokens_per_second"], ".1f"),
+                _shown(row["speed_ratio_to_plain"], ".2f", "x"),
             )
     console.print(table)
-    for line in losslessness_in_words(report):
+    for line in (*losslessness_in_words(report), target_in_words(report["settings"])):
         console.print(line)
+
+
+def target_in_words(settings: dict[str, Any]) -> str:
+    """Whether these are numbers of the drafter with its own target."""
+    if settings["target_verified"]:
+        return "Target verified: its files are those that the drafter was trained with."
+    return f"Target not verified: {settings['target']} is another one than the drafter was trained for, as allowed."
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def losslessness_in_words(report: dict[str, Any]) -> list[str]:
@@ -94,7 +130,7 @@ def losslessness_in_words(report: dict[str, Any]) -> list[str]:
     ]
     lines += [
         f"  {d['prompt']} at token {d['position']}: plain {d['plain_token']}, speculative {d['speculative_token']}, "
-        f"top-two gap {d['top_two_gap']:.4f}{'' if d['allowed'] else '  ← error'}"
+        f"top-two gap {_shown(d['top_two_gap'], '.4f')}{'' if d['allowed'] else '  ← error'}"
         for d in found[:20]
     ]
     return lines

@@ -1,5 +1,6 @@
 """The evaluation as a whole on a tiny target: tallies, report, table."""
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -8,13 +9,17 @@ import pytest
 from rich.console import Console
 
 from drafter_trainer.evaluation.compare import PLAIN, Comparison, compare
+from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
 from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.report import print_report, to_dict, write_report
+from slipstream.chat_rendering import render_chat
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 from slipstream.target_loading import LoadedTarget
 from tests.unit.evaluation.test_decode import random_drafter
 
-SETTINGS = {"dtype": "float32", "gap_bound": 0.0}
+SETTINGS = {"dtype": "float32", "gap_bound": 0.0, "target": "other", "target_verified": False}
 
 
 def prompts(*sources: str) -> list[Prompt]:
@@ -50,3 +55,45 @@ def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedT
     out = io.StringIO()
     print_report(report, Console(file=out, width=160))
     assert "Lossless" in out.getvalue() and "math" in out.getvalue()
+    assert "Target not verified: other is another one" in out.getvalue()
+
+
+def test_where_there_is_no_number_the_report_has_null_and_the_table_a_dash(tmp_path: Path) -> None:
+    ended = Decoded(tokens=[2], gaps=[1.0])
+    cut = Decoded(tokens=[2, 3], gaps=[1.0, 1.0], emitted_per_round=[1], drafts_accepted=[0], num_drafts=1)
+    comparison = compare([(prompts("math")[0], {PLAIN: ended, "trained": cut})], ["trained"], 0.0)
+    report = to_dict(comparison, SETTINGS)
+    write_report(tmp_path / "eval.json", report)
+    assert json.loads((tmp_path / "eval.json").read_text()) == report
+    assert report["results"][PLAIN]["math"]["accepted_length"] is None
+    assert report["results"]["trained"]["math"]["speed_ratio_to_plain"] is None
+    (difference,) = report["differences"]["trained"]
+    assert difference["top_two_gap"] is None and not difference["allowed"]
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=160))
+    assert "nan" not in out.getvalue() and "top-two gap -" in out.getvalue()
+
+
+def test_a_report_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="cannot be written") as caught:
+        write_report(tmp_path, {})
+    assert caught.value.reason is Reason.PATH_NOT_ALLOWED
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tiny_target: LoadedTarget) -> None:
+    decoder = decoder_with_template(tiny_target, "{{ raise_exception('no system message') }}")
+    with pytest.raises(SlipstreamError, match="refuses prompt math-0: no system message") as caught:
+        decoder.decode(prompts("math")[0])
+    assert caught.value.reason is Reason.DATA_INVALID
+
+
+def test_prompts_do_not_depend_on_the_day(tiny_target: LoadedTarget) -> None:
+    template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"
+    tokenizer = decoder_with_template(tiny_target, template).target.tokenizer
+    assert render_chat(tokenizer, prompts("math")[0].messages, as_prompt=True).startswith("26 Jul 2024: What")
+
+
+def decoder_with_template(target: LoadedTarget, template: str) -> PromptDecoder:
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = template
+    return PromptDecoder(LoadedTarget(target.model, tokenizer, target.files), {}, 4)

@@ -1,0 +1,124 @@
+"""`drafter-trainer eval` as a process, on a checkpoint that a real trainer wrote."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from drafter_trainer.evaluation.command import open_checkpoint
+from drafter_trainer.safetensors_file import file_checksum
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from tests.fakes.process_group import survivors
+from tests.fakes.processes import ManagedProcess, Processes
+from tests.fakes.tiny_run import write_target
+from tests.fakes.training import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_recipe: Path, target_address: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of three steps."""
+    started = Processes()
+    run = Trainer(started, tiny_recipe, tmp_path_factory.mktemp("eval") / "run", "name=eval", "train.max_steps=3")
+    run.finish(target_address)
+    started.close()
+    return run.directory
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three prompts of two sources."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = [{"id": f"p{i}", "source": source, "prompt": f"why, number {i}?"} for i, source in enumerate("aba")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def evaluate(processes: Processes, run: Path, *arguments: str | Path) -> ManagedProcess:
+    flags = ("--device", "cpu", "--threads", "2")
+    return processes.start("drafter_trainer", "eval", run, *flags, *arguments)
+
+
+def test_several_processes_and_the_untrained_drafter(
+    processes: Processes, trained: Path, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "deep" / "eval.json"
+    evaluation = evaluate(
+        *(processes, trained, "--prompts", prompts, "--jobs", "2", "--compare-untrained"),
+        *("--max-new-tokens", "10", "--output", output),
+    )
+    assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
+    assert "Target verified" in evaluation.output and "Lossless" in evaluation.output
+    report = json.loads(output.read_text())
+    assert report["lossless"] is True and report["differences"] == {"untrained": [], "trained": []}
+    assert report["settings"]["target_verified"] is True
+    assert report["settings"]["processes"] == 2
+    assert set(report["results"]) == {"plain", "untrained", "trained"}
+    for rows in report["results"].values():
+        assert {source: row["prompts"] for source, row in rows.items()} == {"a": 2, "b": 1, "all": 3}
+        assert all(row["tokens"] > 0 and row["accepted_length"] >= 1 for row in rows.values())
+    assert report["results"]["plain"]["all"]["accepted_length"] == 1.0
+    assert not survivors(evaluation.pid)
+
+
+def test_another_target_is_refused_unless_it_is_meant(
+    processes: Processes, trained: Path, prompts: Path, tmp_path: Path
+) -> None:
+    write_target(tmp_path / "other", seed=9)
+    arguments = (
+        "--prompts",
+        prompts,
+        "--num-prompts",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--target-model",
+        tmp_path / "other",
+    )
+    refused = evaluate(processes, trained, *arguments)
+    assert refused.wait_exit(timeout=60) == 8, refused.output
+    assert "not the one that the drafter was trained for" in refused.output and "Traceback" not in refused.output
+    meant = evaluate(processes, trained, *arguments, "--allow-other-target", "--output", tmp_path)
+    # The report cannot be written over a directory; the table was printed before.
+    assert meant.wait_exit(timeout=60) == 3, meant.output
+    assert "Target not verified" in meant.output and "report cannot be written" in meant.output
+    assert "Traceback" not in meant.output
+
+
+def test_missing_prompts_are_refused(processes: Processes, trained: Path) -> None:
+    evaluation = evaluate(processes, trained, "--prompts", "nowhere.jsonl")
+    assert evaluation.wait_exit(timeout=60) == 3
+    assert "nowhere.jsonl" in evaluation.output and "Traceback" not in evaluation.output
+
+
+def test_the_definition_of_another_version_is_refused(trained: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-00000003"
+    shutil.copytree(trained / "checkpoints" / "latest", checkpoint)
+    _rewrite_state(checkpoint, {"future": 1})
+    with pytest.raises(SlipstreamError, match="run definition in checkpoint") as caught:
+        open_checkpoint(checkpoint)
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_sigterm_leaves_no_process(processes: Processes, trained: Path, tmp_path: Path) -> None:
+    """`slipstream eval` starts the evaluation, and that its workers: all of them are gone."""
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps({"id": f"p{i}", "prompt": f"number {i}?"}) + "\n" for i in range(4000)))
+    flags = ("--device", "cpu", "--threads", "2", "--jobs", "2", "--max-new-tokens", "64")
+    evaluation = processes.start("slipstream.cli", "eval", trained, "--prompts", many, *flags)
+    evaluation.wait_for_line(r" decoding .*processes=2", timeout=60)
+    assert len([command for command in survivors(evaluation.pid, seconds=0.0) if "spawn_main" in command]) == 2
+    evaluation.terminate()
+    assert evaluation.wait_exit(timeout=60) == 143, evaluation.output
+    assert not survivors(evaluation.pid)
+
+
+def _rewrite_state(checkpoint: Path, spec: dict[str, int]) -> None:
+    """As an orderly program of another version would have written it: checksums are right."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"spec": spec}))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    size, checksum = file_checksum(checkpoint / "state.json")
+    manifest["files"]["state.json"] = {"size": size, "crc32c": checksum}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
