@@ -7,9 +7,7 @@ import grpc
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.status import encode_error
-
-_HEALTH = "/grpc.health.v1.Health/"
+from slipstream.wire.status import HEALTH_METHODS, encode_error
 
 
 class TokenInterceptor(grpc.ServerInterceptor):
@@ -25,7 +23,7 @@ class TokenInterceptor(grpc.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         """Let the call through, or answer it with ACCESS_DENIED."""
         handler = continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_HEALTH):
+        if handler is None or handler_call_details.method.startswith(HEALTH_METHODS):
             return handler
         given = dict(handler_call_details.invocation_metadata).get("authorization", "")
         if hmac.compare_digest(str(given).encode(), self._expected):

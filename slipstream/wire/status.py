@@ -54,6 +54,8 @@ _RETRY_SECONDS = {Reason.LEASE_QUOTA_EXCEEDED: 0.5, Reason.TARGET_LOADING: 1.0, 
 _REASONS_OF_BARE_CODES = {
     grpc.StatusCode.UNAVAILABLE: (Reason.TARGET_UNREACHABLE, "Is the target server running at this address?"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (Reason.TARGET_UNREACHABLE, "The target server did not answer in time."),
+    # How a server that stops ends the calls in flight; who cancels a call of their own knows it without this table.
+    grpc.StatusCode.CANCELLED: (Reason.TARGET_UNREACHABLE, "The target server ended the call: it is stopping."),
     grpc.StatusCode.UNIMPLEMENTED: (
         Reason.PROTOCOL_MISMATCH,
         "What listens at this address is no target server of this version of Slipstream.",
@@ -61,6 +63,9 @@ _REASONS_OF_BARE_CODES = {
     grpc.StatusCode.UNAUTHENTICATED: (Reason.ACCESS_DENIED, "Give the target server's token."),
     grpc.StatusCode.PERMISSION_DENIED: (Reason.ACCESS_DENIED, "The token does not permit this."),
 }
+
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+"""How the names of the standard health service's methods begin."""
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -113,8 +118,8 @@ def retry_delay(error: grpc.RpcError) -> float:
 class StatusInterceptor(grpc.ServerInterceptor):
     """Server side: names the server's instance in every response and turns SlipstreamError into a status.
 
-    Any other exception keeps gRPC's treatment: logged with its traceback, status UNKNOWN. Handlers must leave the
-    initial metadata alone.
+    Health checks pass untouched. Any other exception keeps gRPC's treatment: logged with its traceback, status UNKNOWN.
+    Handlers must leave the initial metadata alone.
     """
 
     def __init__(self, instance_id: str | None = None) -> None:
@@ -129,6 +134,8 @@ class StatusInterceptor(grpc.ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None or handler.request_streaming:  # unknown method, or reflection's stream: not ours
             return handler
+        if handler_call_details.method.startswith(HEALTH_METHODS):
+            return handler  # wrapped, a Watch would no longer be non-blocking: each would hold a thread for ever
         wrap, behavior, make = (
             (self._stream, handler.unary_stream, grpc.unary_stream_rpc_method_handler)
             if handler.response_streaming

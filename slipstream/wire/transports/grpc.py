@@ -141,7 +141,7 @@ class GrpcReader(PayloadReader):
 
     def _wait(self, error: grpc.RpcError, backoff: Backoff, give_up: float, ref: PayloadRef) -> None:
         """Wait before the next stream, or raise what makes another one pointless."""
-        if error.code() is grpc.StatusCode.CANCELLED:
+        if error.code() is grpc.StatusCode.CANCELLED and self._stop.is_set():
             raise WaitInterruptedError from error
         failure = decode_error(error)
         if failure.reason not in RETRIED_REASONS:

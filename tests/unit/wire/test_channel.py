@@ -30,11 +30,19 @@ class Service(HiddenStateServiceServicer):
     metadata: list[dict[str, str]] = field(default_factory=list)
     entered: threading.Event = field(default_factory=threading.Event)
     hold: threading.Event | None = None
+    cancels: int = 0
+    """So many calls are ended as `grpc.Server.stop` ends them."""
+    seconds_left: list[float] = field(default_factory=list)
+    """Until the deadline of every call."""
 
     def _next(self, request: object, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
+        self.seconds_left.append(context.time_remaining())
         self.entered.set()
+        if self.cancels:
+            self.cancels -= 1
+            context.abort(grpc.StatusCode.CANCELLED, "Server shutting down")
         if self.hold is not None:
             self.hold.wait(10)
         if self.failures:
@@ -49,6 +57,12 @@ class Service(HiddenStateServiceServicer):
     ) -> pb.SeekSubscriptionResponse:
         self._next(request, context)
         return pb.SeekSubscriptionResponse(incarnation=5)
+
+    def ReleaseLeases(  # noqa: N802
+        self, request: pb.ReleaseLeasesRequest, context: grpc.ServicerContext
+    ) -> pb.ReleaseLeasesResponse:
+        self._next(request, context)
+        return pb.ReleaseLeasesResponse()
 
     def LeasePacks(self, request: pb.LeasePacksRequest, context: grpc.ServicerContext) -> pb.LeasePacksResponse:  # noqa: N802
         self._next(request, context)
@@ -123,6 +137,25 @@ def test_survives_a_restart_and_counts_it(start: Start) -> None:
         assert answer.result(timeout=20) == pb.LeasePacksResponse()
         assert client.server_instance_id != first_instance
         assert client.reconnects >= 2  # once for the lost connection, once for the new instance
+
+
+def test_a_call_that_a_stopping_server_cancels_is_made_again(start: Start) -> None:
+    service = Service(cancels=1)
+    _, address = start(service)
+    waits: list[Reason] = []
+    with TargetClient(address, on_wait=lambda reason, _: waits.append(reason)) as client:
+        assert client.lease_packs(pb.LeasePacksRequest()) == pb.LeasePacksResponse()
+        assert client.reconnects == 1
+    assert waits == [Reason.TARGET_UNREACHABLE] and len(service.requests) == 2
+
+
+def test_a_farewell_is_short(start: Start) -> None:
+    service = Service()
+    _, address = start(service)
+    with TargetClient(address) as client:
+        client.release_leases(pb.ReleaseLeasesRequest())
+        client.release_leases(pb.ReleaseLeasesRequest(subscription="subscriptions/a"))
+    assert service.seconds_left[0] > 10.0 and service.seconds_left[1] < 4.0
 
 
 def test_a_restart_between_two_calls_is_noticed(start: Start) -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -104,3 +105,21 @@ def test_every_response_names_the_instance(channel: grpc.Channel) -> None:
     stream = channel.unary_stream("/test.Service/Stream")(b"ok", timeout=10)
     assert dict(stream.initial_metadata())[SERVER_INSTANCE_KEY] == "instance-7"
     assert list(stream) == [b"first", b"fine"]
+
+
+def test_a_watch_of_the_health_holds_no_thread() -> None:
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=[StatusInterceptor()])
+    service = health.HealthServicer()
+    service.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(6)]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        for watch in watches:
+            watch.cancel()
+    server.stop(0).wait(5)
