@@ -17,9 +17,6 @@ from slipstream.wire.transports.base import PayloadReader, PayloadRef
 from slipstream.wire.transports.grpc import GrpcReader
 from slipstream.wire.transports.shm import SharedMemoryReader
 
-PROBE_BYTES = 64 * 2**20
-"""Size of the server's probe payload."""
-
 FLOORS_GIGABYTES_PER_SECOND = {"shm": 0.1, "grpc": 0.01}
 """Below this a transport that was asked for by name is refused: it is not what its name says (swap, a broken link)."""
 
@@ -37,7 +34,7 @@ def choose_reader(
     stop: threading.Event | None = None,
     pin_memory: bool = False,
 ) -> PayloadReader:
-    """Probe the transports in question with the server's probe payload and take the best.
+    """Take the first transport that works, shared memory before gRPC, and measure it with the server's probe payload.
 
     Args:
         requested: `auto` prefers shared memory and logs why it is not used; a name means this one or an error.
@@ -50,21 +47,28 @@ def choose_reader(
         SlipstreamError: TRANSPORT_UNAVAILABLE when the requested transport is impossible or slower than its floor.
     """
     probe = PayloadRef.of_fixed(target.probe)
-    if requested == "shm":
-        reader: PayloadReader = SharedMemoryReader(target.host_id, pin_memory=pin_memory)
-    else:
+    reader = None if requested == "grpc" else _shared_memory(target, probe, requested, pin_memory=pin_memory)
+    if reader is None:
         reader = GrpcReader(channel, stop=stop, pin_memory=pin_memory)
-    _probe(reader, probe)
+        _probe(reader, probe)
     if requested != "auto":
         _refuse_below_floor(reader)
-    else:
-        try:
-            shared: PayloadReader = SharedMemoryReader(target.host_id, pin_memory=pin_memory)
-            _probe(shared, probe)
-            reader = shared
-        except SlipstreamError as error:
-            log_event(_log, "info", "transport_not_used", transport="shm", reason=error.reason, message=error.message)
     log_event(_log, "info", "transport_chosen", transport=reader.name, requested=requested)
+    return reader
+
+
+def _shared_memory(
+    target: pb.GetTargetResponse, probe: PayloadRef, requested: TransportName, *, pin_memory: bool
+) -> PayloadReader | None:
+    """The measured reader; None where memory is not shared and another transport will do."""
+    try:
+        reader = SharedMemoryReader(target.host_id, pin_memory=pin_memory)
+        _probe(reader, probe)
+    except SlipstreamError as error:
+        if requested != "auto" or error.reason is not Reason.TRANSPORT_UNAVAILABLE:
+            raise
+        log_event(_log, "info", "transport_not_used", transport="shm", reason=error.reason, message=error.message)
+        return None
     return reader
 
 
