@@ -46,8 +46,7 @@ def run_command(arguments: Sequence[str]) -> int:
     listen = ListenAddress.parse(args.listen)
     token = read_token(args.token_file)
     listen.require_token(token)
-    if args.port_file is not None and args.port_file.is_file():
-        args.port_file.unlink()  # of an earlier server: nobody may take it for this one's
+    _remove_port_file(args.port_file)
     return _serve(args, target, listen, token, data_roots(args.data_root, data, listen))
 
 
@@ -103,7 +102,10 @@ def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:
         return given
     if shm_dir is None:
         return DEFAULT_SHELF_BYTES
-    return min(DEFAULT_SHELF_BYTES, shutil.disk_usage(shm_dir).free // 2)
+    usage = shutil.disk_usage(shm_dir)
+    if usage.total == 0:  # a tmpfs without a limit
+        return DEFAULT_SHELF_BYTES
+    return min(DEFAULT_SHELF_BYTES, usage.free // 2)
 
 
 def parse_size(text: str) -> int:
@@ -124,13 +126,16 @@ def _serve(
 ) -> int:
     import torch
 
-    from slipstream.wire.arena import shared_memory_directory
+    from slipstream.wire.arena import check_shared_memory_directory, shared_memory_directory
+    from target_server.fixed_payloads import PROBE_BYTES
     from target_server.lease_book import Limits
     from target_server.server import ServerSettings, TargetServer, leave
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
+    if shm_dir is not None:
+        check_shared_memory_directory(shm_dir)
     settings = ServerSettings(
         target=target,
         listen=listen,
@@ -143,11 +148,29 @@ def _serve(
         port_file=args.port_file,
         limits=Limits(subscription_timeout=args.subscription_timeout),
         drain_seconds=args.drain_seconds,
-        probe_bytes=args.probe_bytes,
+        probe_bytes=args.probe_bytes or PROBE_BYTES,
     )
     server = TargetServer(settings)
     status = server.run()
     return leave(server, status)
+
+
+def _remove_port_file(path: Path | None) -> None:
+    """Of an earlier server: nobody may take it for this one's.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    if path is None:
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise SlipstreamError(
+            f"The port file {path} cannot be written: {error.strerror}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Name a file in a writable directory with --port-file.",
+        ) from error
 
 
 def _device(requested: Literal["auto", "cpu", "cuda"], cuda_available: bool) -> str:
@@ -201,7 +224,7 @@ def _add_rarely_used(serve: argparse.ArgumentParser) -> None:
         help="how long SIGTERM waits for leases that are out; default: %(default)g",
     )  # fmt: skip
     serve.add_argument(
-        "--probe-bytes", type=parse_size, default=64 * 2**20, metavar="SIZE",
+        "--probe-bytes", type=parse_size, metavar="SIZE",
         help="payload that trainers measure transports with; default: 64MiB",
     )  # fmt: skip
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -1,6 +1,6 @@
 """Memory for payloads: fixed slots in one pre-faulted segment that other processes can map and read.
 
-File layout: one header (magic, owner, sizes, then one generation per slot), padded to whole pages, then the slots.
+File layout: one header (magic, version, sizes, then one generation per slot), padded to whole pages, then the slots.
 A slot's generation is odd while it is being written, so a reader that finds the same even number before and after its
 copy has most likely read one payload. The lease ledger (ConfirmRead) has the last word.
 
@@ -26,12 +26,12 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.wire.codec import ByteArray, align
 
 MAGIC = b"SLIPARNA"
-VERSION = 1
+VERSION = 2
 SHM_DIR_VARIABLE = "SLIPSTREAM_SHM_DIR"
 _DEFAULT_SHM_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "slipstream-segment-"
 _MARKER = "slipstream-host"
-_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, pid, pid start time [clock ticks], slots, bytes per slot
+_HEADER = struct.Struct("<8sQQQ")  # magic, version, slots, bytes per slot
 _GENERATIONS_OFFSET = 64
 _PAGE = 4096
 
@@ -40,9 +40,6 @@ _PAGE = 4096
 class SegmentHeader:
     """The first bytes of a segment."""
 
-    pid: int
-    pid_start_time: int
-    """Clock ticks since boot (field 22 of /proc/PID/stat); 0 where there is no /proc."""
     num_slots: int
     slot_bytes: int
     """Bytes from one slot to the next; a multiple of the page size."""
@@ -59,7 +56,7 @@ class SegmentHeader:
 
     def pack(self) -> bytes:
         """As written at the start of the segment."""
-        return _HEADER.pack(MAGIC, VERSION, self.pid, self.pid_start_time, self.num_slots, self.slot_bytes)
+        return _HEADER.pack(MAGIC, VERSION, self.num_slots, self.slot_bytes)
 
     @classmethod
     def unpack(cls, raw: bytes) -> "SegmentHeader | None":
@@ -104,7 +101,7 @@ class PayloadArena:
             SlipstreamError: ENVIRONMENT_UNSUPPORTED when the directory is not usable or the memory is not there.
         """
         assert num_slots > 0 and slot_bytes > 0, (num_slots, slot_bytes)
-        header = SegmentHeader(os.getpid(), process_start_time(os.getpid()), num_slots, align(slot_bytes, _PAGE))
+        header = SegmentHeader(num_slots, align(slot_bytes, _PAGE))
         if directory is None:
             return cls(header, _map_anonymous(header.segment_bytes), None, None)
         remove_stale_segments(directory)
@@ -183,7 +180,7 @@ def shared_memory_directory() -> Path | None:
     """
     configured = os.environ.get(SHM_DIR_VARIABLE)
     if configured:
-        _check_directory(Path(configured))
+        check_shared_memory_directory(Path(configured))
         return Path(configured)
     usable = _DEFAULT_SHM_DIR.is_dir() and os.access(_DEFAULT_SHM_DIR, os.R_OK | os.W_OK | os.X_OK)
     return _DEFAULT_SHM_DIR if usable else None
@@ -195,13 +192,20 @@ def create_host_id(directory: Path) -> str:
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED when the directory is not writable.
     """
-    _check_directory(directory)
+    check_shared_memory_directory(directory)
     draft = directory / f".{_MARKER}-{secrets.token_hex(8)}"
     try:
         draft.write_text(secrets.token_hex(16))
         draft.chmod(0o644)
         with contextlib.suppress(FileExistsError):  # another server was first: its marker is everybody's
             os.link(draft, directory / _MARKER)
+    except OSError as error:
+        raise SlipstreamError(
+            f"The shared-memory directory {directory} takes no file: {error.strerror}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Free some of it, make it larger (containers: --shm-size or a tmpfs volume), or serve over gRPC "
+            "only with --no-shm.",
+        ) from error
     finally:
         draft.unlink(missing_ok=True)
     host_id = read_host_id(directory)
@@ -232,7 +236,7 @@ def remove_stale_segments(directory: Path) -> list[str]:
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED when the directory is not usable.
     """
-    _check_directory(directory)
+    check_shared_memory_directory(directory)
     removed = []
     for path in sorted(directory.glob(f"{SEGMENT_PREFIX}*")):
         try:
@@ -248,15 +252,6 @@ def remove_stale_segments(directory: Path) -> list[str]:
         finally:
             os.close(fd)
     return removed
-
-
-def process_start_time(pid: int) -> int:
-    """Start of a process in clock ticks since boot: with the PID it names a process for good. 0 without /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _create_file(directory: Path) -> tuple[Path, int]:
@@ -275,7 +270,7 @@ def _reserve(fd: int, size_bytes: int, directory: Path) -> None:
     file_system = os.statvfs(directory)
     free, total = file_system.f_bavail * file_system.f_frsize, file_system.f_blocks * file_system.f_frsize
     full = SlipstreamError(
-        f"The shelf needs {_mib(size_bytes)} of shared memory; {directory} has {_mib(free)} free of {_mib(total)}.",
+        f"A segment needs {_mib(size_bytes)} of shared memory; {directory} has {_mib(free)} free of {_mib(total)}.",
         reason=Reason.ENVIRONMENT_UNSUPPORTED,
         remedy="Make it larger (containers: --shm-size or a tmpfs volume), make the shelf smaller with "
         "--shelf-bytes, or serve over gRPC only with --no-shm.",
@@ -295,13 +290,18 @@ def _map_anonymous(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise SlipstreamError(
-            f"The shelf needs {_mib(size_bytes)} of memory, which this machine does not give: {error.strerror}.",
+            f"A segment needs {_mib(size_bytes)} of memory, which this machine does not give: {error.strerror}.",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy="Make the shelf smaller with --shelf-bytes.",
         ) from error
 
 
-def _check_directory(directory: Path) -> None:
+def check_shared_memory_directory(directory: Path) -> None:
+    """Refuse what segments cannot live in.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
     if not (directory.is_dir() and os.access(directory, os.R_OK | os.W_OK | os.X_OK)):
         raise SlipstreamError(
             f"The shared-memory directory {directory} "

@@ -3,6 +3,7 @@
 import argparse
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,6 +115,27 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         with pytest.raises(SlipstreamError, match=f"{address} is in use") as caught:
             run_command(serve(tmp_path, "--listen", address))
     assert caught.value.reason is Reason.PORT_IN_USE
+
+
+def test_shared_memory_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
+    assert choose_shelf_bytes(None, tmp_path) == 4 * 2**30
+
+
+def test_a_shared_memory_directory_that_does_not_exist(tmp_path: Path) -> None:
+    arguments = [each for each in serve(tmp_path, "--listen", "127.0.0.1:0") if each != "--no-shm"]
+    with pytest.raises(SlipstreamError, match="does not exist or is not a directory") as caught:
+        run_command([*arguments, "--shm-dir", str(tmp_path / "none")])
+    assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+
+
+def test_an_old_port_file_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_self: Path, **_options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch, pytest.raises(SlipstreamError, match="port file .*Permission denied"):
+        patch.setattr(Path, "unlink", denied)
+        run_command(serve(tmp_path, "--listen", "127.0.0.1:0", "--port-file", str(tmp_path / "port")))
 
 
 def test_a_port_file_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Slots, generations, life and death of shared-memory segments."""
 
-import os
+import errno
 import signal
 import subprocess
 import sys
@@ -15,7 +15,6 @@ from slipstream.wire.arena import (
     PayloadArena,
     SegmentHeader,
     create_host_id,
-    process_start_time,
     read_host_id,
     remove_stale_segments,
     shared_memory_directory,
@@ -63,7 +62,7 @@ def test_location_leads_to_the_bytes_in_the_file(tmp_path: Path) -> None:
     raw = (tmp_path / location.segment_name).read_bytes()
     assert raw[location.offset_bytes : location.offset_bytes + 3] == bytes([7, 8, 9])
     header = SegmentHeader.unpack(raw)
-    assert header == SegmentHeader(os.getpid(), process_start_time(os.getpid()), 2, 4096)
+    assert header == SegmentHeader(2, 4096)
     assert header.segment_bytes == len(raw)
     assert header.generations(np.frombuffer(raw, np.uint8)).tolist() == [0, 2]
     arena.close()
@@ -84,8 +83,8 @@ def test_views_outlive_close(tmp_path: Path) -> None:
 
 
 def test_foreign_bytes_are_no_header() -> None:
-    good = SegmentHeader(1, 2, 3, 4096).pack()
-    assert SegmentHeader.unpack(good) == SegmentHeader(1, 2, 3, 4096)
+    good = SegmentHeader(3, 4096).pack()
+    assert SegmentHeader.unpack(good) == SegmentHeader(3, 4096)
     assert SegmentHeader.unpack(good[:-1]) is None
     assert SegmentHeader.unpack(b"x" + good[1:]) is None
 
@@ -137,3 +136,15 @@ def test_directory_that_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "--no-shm" in caught.value.remedy
     monkeypatch.setenv("SLIPSTREAM_SHM_DIR", str(tmp_path))
     assert shared_memory_directory() == tmp_path
+
+
+@pytest.mark.parametrize("call", ["write_text", "chmod"])
+def test_a_full_directory_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(_self: Path, *_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, call, full)
+    with pytest.raises(SlipstreamError, match="takes no file: No space left") as caught:
+        create_host_id(tmp_path)
+    assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "--no-shm" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
