@@ -27,6 +27,8 @@ _VERIFIED_AT_START = 16
 _VERIFIED_EVERY = 512
 _MIN_SAMPLES_TO_REFUSE = 4
 
+_CORRECT_FILES = "Correct data.files in the recipe; the path must be valid on the target server's machine."
+
 _logger = logging.getLogger(__name__)
 
 
@@ -57,11 +59,11 @@ def load_documents(
     usable conversation, or an empty split; MODEL_INVALID for a tokenizer without offsets or chat template, or one
     whose masks do not decode to the answers.
     """
-    paths = [_allowed_path(name, data_roots) for name in data.files]
+    paths = allowed_paths(data.files, data_roots)
     encoder = ChatEncoder(tokenizer, data.max_document_tokens or data.pack_tokens)
     report = ReportBuilder()
     loader = _Loader(encoder, data, split, report)
-    states = [_file_state(path) for path in paths]
+    states = [file_stamp(path) for path in paths]
     content_hash = _content_hash(paths, data.format)
     documents = DocumentTable.of(document for path in paths for document in loader.documents_of(path))
     result = report.build(split)
@@ -69,7 +71,7 @@ def load_documents(
         raise _empty_split(data, split)
     loader.refuse_wrong_masks()
     for path, state in zip(paths, states, strict=True):
-        if _file_state(path) != state:
+        if file_stamp(path) != state:
             raise _unreadable(path, "it changed while it was read", "Start again once nothing writes to the file.")
     log_event(
         _logger, "info", "documents_loaded", split=split, documents=len(documents), tokens=result.tokens,
@@ -161,24 +163,45 @@ class _Loader:
         )
 
 
+def allowed_paths(names: Sequence[str], data_roots: Sequence[Path] | None) -> tuple[Path, ...]:
+    """The real paths of files that may be read.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED outside of `data_roots`; DATA_INVALID for a name that is no file's.
+    """
+    return tuple(_allowed_path(name, data_roots) for name in names)
+
+
 def _allowed_path(name: str, data_roots: Sequence[Path] | None) -> Path:
     """The real path of a file. Refuses before looking whether it exists, so that nobody can probe for files."""
-    path = Path(name).expanduser().resolve()
+    try:
+        path = Path(name).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL byte
+        if data_roots is not None:  # nobody can probe for users either
+            raise _outside(name, data_roots) from error
+        raise SlipstreamError(
+            f"{name!r} is not the path of a file: {error}.", reason=Reason.DATA_INVALID, remedy=_CORRECT_FILES
+        ) from error
     if data_roots is not None and not any(path.is_relative_to(root.resolve()) for root in data_roots):
-        roots = ", ".join(str(root) for root in data_roots) or "none"
+        raise _outside(name, data_roots)
+    try:
+        found = None if path.is_file() else "is not a file" if path.exists() else "does not exist"
+    except OSError as error:  # a directory on the way that may not be searched, a name that is too long
+        raise _unreadable(path, str(error.strerror or error)) from error
+    if found is not None:
         raise SlipstreamError(
-            f"{name} lies outside the directories that this target server may read data from ({roots}).",
-            reason=Reason.PATH_NOT_ALLOWED,
-            remedy="Move the file there, or start the target server with --data-root for its directory.",
-        )
-    if not path.is_file():
-        found = "is not a file" if path.exists() else "does not exist"
-        raise SlipstreamError(
-            f"The conversation file {path} {found}.",
-            reason=Reason.DATA_INVALID,
-            remedy="Correct data.files in the recipe; the path must be valid on the target server's machine.",
+            f"The conversation file {path} {found}.", reason=Reason.DATA_INVALID, remedy=_CORRECT_FILES
         )
     return path
+
+
+def _outside(name: str, data_roots: Sequence[Path]) -> SlipstreamError:
+    roots = ", ".join(str(root) for root in data_roots) or "none"
+    return SlipstreamError(
+        f"{name!r} lies outside the directories that this target server may read data from ({roots}).",
+        reason=Reason.PATH_NOT_ALLOWED,
+        remedy="Move the file there, or start the target server with --data-root for its directory.",
+    )
 
 
 def _empty_split(data: DataSpec, split: Split) -> SlipstreamError:
@@ -196,10 +219,17 @@ def _unreadable(
     return SlipstreamError(f"{path} cannot be read: {why}.", reason=Reason.DATA_INVALID, remedy=remedy)
 
 
-def _file_state(path: Path) -> tuple[int, int]:
-    """Size in bytes and time of the last change in ns."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def file_stamp(path: Path) -> tuple[int, int, int]:
+    """Size in bytes, time of the last change in ns, inode.
+
+    Raises:
+        SlipstreamError: DATA_INVALID.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, str(error.strerror or error)) from error
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _content_hash(paths: Sequence[Path], line_format: LineFormat) -> str:

@@ -80,37 +80,45 @@ class PackSequence:
     def pack(self, sequence_number: int) -> Pack:
         """Pack `sequence_number` (from 0). The first access far ahead plans every epoch before it once."""
         assert sequence_number >= 0
+        while self._first_packs[-1] <= sequence_number:
+            self._count_next_epoch(keep_plan=True)
         with self._lock:
-            while self._first_packs[-1] <= sequence_number:
-                self._count_next_epoch()
             epoch = int(np.searchsorted(self._first_packs, sequence_number, side="right")) - 1
             plan = self._plan(epoch)
             index = sequence_number - self._first_packs[epoch]
         members = plan.documents[plan.starts[index] : plan.starts[index + 1]]
         return self._assemble(sequence_number, members.tolist())
 
-    def packs_in_epoch(self, epoch: int) -> int:
-        """Packs of epoch `epoch` (from 0); epochs differ by a few, since they are packed anew."""
-        return self.total_packs(epoch + 1) - self.total_packs(epoch)
-
     def total_packs(self, epochs: int) -> int:
-        """Packs of the first `epochs` epochs together."""
-        with self._lock:
-            while len(self._first_packs) <= epochs:
-                self._count_next_epoch()
-            return self._first_packs[epochs]
+        """Packs of the first `epochs` epochs together; epochs differ by a few, since they are packed anew."""
+        while len(self._first_packs) <= epochs:
+            self._count_next_epoch(keep_plan=len(self._plans) < _CACHED_PLANS)
+        return self._first_packs[epochs]
 
-    def _count_next_epoch(self) -> None:
-        epoch = len(self._first_packs) - 1
-        self._first_packs.append(self._first_packs[-1] + self._plan(epoch).num_packs)
+    def _count_next_epoch(self, *, keep_plan: bool) -> None:
+        """Planned without the lock: who counts a hundred epochs must not hold up who needs one pack."""
+        with self._lock:
+            epoch = len(self._first_packs) - 1
+            plan = self._plans.get(epoch)
+        if plan is None:
+            plan = self._make_plan(epoch)
+        with self._lock:
+            if len(self._first_packs) - 1 != epoch:  # another thread was faster
+                return
+            self._first_packs.append(self._first_packs[-1] + plan.num_packs)
+            if keep_plan:
+                self._keep(epoch, plan)
 
     def _plan(self, epoch: int) -> _EpochPlan:
         if epoch not in self._plans:
-            self._plans[epoch] = self._make_plan(epoch)
-            while len(self._plans) > _CACHED_PLANS:
-                self._plans.popitem(last=False)
+            self._keep(epoch, self._make_plan(epoch))
         self._plans.move_to_end(epoch)
         return self._plans[epoch]
+
+    def _keep(self, epoch: int, plan: _EpochPlan) -> None:
+        self._plans[epoch] = plan
+        while len(self._plans) > _CACHED_PLANS:
+            self._plans.popitem(last=False)
 
     def _make_plan(self, epoch: int) -> _EpochPlan:
         key = hashlib.sha256(f"slipstream.packing.v1:{self._seed}:{epoch}".encode()).digest()[:16]

@@ -18,7 +18,7 @@ from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
-from target_server.dataset import Dataset, load_documents
+from target_server.dataset import Dataset, allowed_paths, file_stamp, load_documents
 from target_server.forward import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
@@ -29,6 +29,8 @@ from target_server.target_model import TargetModel
 
 MIN_SLOTS = 4
 """Two for each of two runs that are far apart."""
+MAX_EPOCHS = 10_000
+"""Of one run. A pack far ahead is found by planning every epoch before it."""
 MAX_SLOTS = 16
 """More than any trainer prefetches; what is left of the budget is for other streams."""
 
@@ -139,8 +141,10 @@ class StreamCatalog:
         """
         spec = parse_data_spec(terms.data_spec_json)
         self._check_layers(terms)
+        files = allowed_paths(spec.files, self._data_roots)
+        spec = spec.model_copy(update={"files": tuple(map(str, files))})
         with self._opening:
-            source = _source_key(spec)
+            source = _source_key(spec, files)
             name = self._by_source.get(source)
             if name is not None:
                 stream = self._streams[name]
@@ -179,7 +183,8 @@ class StreamCatalog:
                 pack_tokens=spec.pack_tokens,
             )
             self._streams[name] = known
-            self._ledger.add_stream(name, Shelf(arena.num_slots, arena.slot_bytes))
+            horizon = MAX_EPOCHS * sequence.total_packs(1)
+            self._ledger.add_stream(name, Shelf(arena.num_slots, arena.slot_bytes), horizon)
             log_event(
                 _log, "info", "stream_opened", stream=name, layers=terms.layer_ids, slots=arena.num_slots,
                 pack_mib=round(layout.size_bytes / 2**20, 2),
@@ -287,14 +292,9 @@ def parse_data_spec(text: str) -> DataSpec:
         ) from error
 
 
-def _source_key(spec: DataSpec) -> str:
+def _source_key(spec: DataSpec, files: Sequence[Path]) -> str:
     """Changes when a file does, so that a changed file is read again."""
-    stamps = []
-    for name in spec.files:
-        path = Path(name)
-        if path.is_file():
-            status = path.stat()
-            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    stamps = [file_stamp(path) for path in files]
     return json.dumps([spec.model_dump(mode="json"), stamps], sort_keys=True)
 
 

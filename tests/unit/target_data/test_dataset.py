@@ -13,7 +13,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.data_report import DataReport, Finding, FindingCount
 from target_server import dataset
-from target_server.dataset import Dataset, is_heldout, load_documents
+from target_server.dataset import Dataset, allowed_paths, file_stamp, is_heldout, load_documents
 from target_server.tokens_and_mask import ChatEncoder
 
 
@@ -137,6 +137,41 @@ def test_paths_outside_the_roots_are_refused_whether_they_exist_or_not(tmp_path:
         error = refused(Reason.PATH_NOT_ALLOWED, path, tokenizers=tokenizers, roots=[inside])
         assert "--data-root" in error.remedy
     refused(Reason.PATH_NOT_ALLOWED, allowed, tokenizers=tokenizers, roots=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("~nobody-of-that-name/x", "is not the path of a file"),
+        ("a\0b", "is not the path of a file"),
+        ("x" * 5000, "cannot be read: File name too long"),
+    ],
+)
+def test_names_that_no_file_can_have(tmp_path: Path, name: str, words: str) -> None:
+    for roots, reason in ((None, Reason.DATA_INVALID), ([tmp_path], Reason.PATH_NOT_ALLOWED)):
+        with pytest.raises(SlipstreamError) as caught:
+            allowed_paths([name], roots)
+        assert caught.value.reason is reason
+        assert (words in caught.value.message) == (roots is None)
+
+
+@pytest.mark.parametrize("call", ["is_file", "stat"])
+def test_a_file_that_may_not_be_looked_at(
+    tmp_path: Path, tokenizers: dict, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = write_talks(tmp_path / "a.jsonl", range(2))
+
+    def denied(_self: Path, **_options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if call == "stat":
+        with monkeypatch.context() as patch, pytest.raises(SlipstreamError, match="Permission denied") as caught:
+            patch.setattr(Path, call, denied)
+            file_stamp(path)
+        assert caught.value.reason is Reason.DATA_INVALID
+    else:
+        monkeypatch.setattr(Path, call, denied)
+        assert "Permission denied" in refused(Reason.DATA_INVALID, path, tokenizers=tokenizers).message
 
 
 def test_an_empty_split_is_refused(tmp_path: Path, tokenizers: dict) -> None:

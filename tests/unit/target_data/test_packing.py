@@ -1,6 +1,7 @@
 """Step ③: packs are whole documents, each once an epoch, and a pure function of the spec and the number."""
 
 import hashlib
+import threading
 from collections import Counter
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_epochs_and_seeds_differ() -> None:
 def test_totals_agree_with_the_epochs() -> None:
     sequence = PackSequence(table([30, 60, 100, 127] * 20), pack_tokens=128, seed=3, window_documents=16)
     assert sequence.total_packs(0) == 0
-    assert sequence.total_packs(5) == sum(sequence.packs_in_epoch(epoch) for epoch in range(5))
+    assert sequence.total_packs(5) == sum(len(epoch_packs(sequence, epoch)) for epoch in range(5))
 
 
 def test_packs_are_the_same_in_every_version() -> None:
@@ -109,7 +110,7 @@ def test_slots_are_filled() -> None:
     lengths = np.clip(rng.lognormal(5.6, 0.7, 3000).astype(int), 8, 2048).tolist()
     sequence = PackSequence(table(lengths), pack_tokens=2048, seed=0, window_documents=512)
     for epoch in range(2):
-        assert sum(lengths) / (sequence.packs_in_epoch(epoch) * 2048) >= 0.97
+        assert sum(lengths) / ((sequence.total_packs(epoch + 1) - sequence.total_packs(epoch)) * 2048) >= 0.97
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,3 +135,29 @@ def test_a_table_gives_back_its_documents_read_only() -> None:
         documents[0].token_ids[0] = 5
     with pytest.raises(IndexError):
         documents[2]
+
+
+def test_counting_epochs_does_not_hold_up_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = PackSequence(table([5, 6, 7]), pack_tokens=10, seed=0, window_documents=8)
+    first = sequence.pack(0)
+    counting, go_on = threading.Event(), threading.Event()
+    make_plan = sequence._make_plan
+
+    def slow(epoch: int) -> object:
+        if epoch == 3:
+            counting.set()
+            assert go_on.wait(20)
+        return make_plan(epoch)
+
+    monkeypatch.setattr(sequence, "_make_plan", slow)
+    totals: list[int] = []
+    thread = threading.Thread(target=lambda: totals.append(sequence.total_packs(5)))
+    thread.start()
+    assert counting.wait(10)
+    asked = threading.Thread(target=lambda: totals.append(sequence.pack(0).num_tokens))
+    asked.start()
+    asked.join(10)
+    assert totals == [first.num_tokens], "it came while the epochs were counted"
+    go_on.set()
+    thread.join(10)
+    assert totals[1:] == [sum(len(epoch_packs(sequence, epoch)) for epoch in range(5))]
