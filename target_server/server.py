@@ -121,12 +121,14 @@ class TargetServer:
             self._ended.wait()
             if self._failure is None:
                 self._drain()
+            # Now: a forward that outlasts `_close` fails for want of the memory it writes to, and that is no failure.
+            failure = self._failure
         finally:
             self._close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if self._failure is not None:
-            raise self._failure
+        if failure is not None:
+            raise failure
         return 0
 
     def _listen(self) -> tuple[grpc.Server, int]:

@@ -21,6 +21,7 @@ from target_server.lease_book import DeliveryState
 from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
 from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget, open_payload
+from target_server.streams import MAX_EPOCHS
 from target_server.subscription import Lease, Start, SubscriptionTerms
 
 LONGEST_POLL_SECONDS = 30.0
@@ -41,6 +42,7 @@ _STATES = {
     DeliveryState.DRAINING: pb.STREAM_STATE_DRAINING,
     DeliveryState.WAITING_FOR_GROUP: pb.STREAM_STATE_WAITING_FOR_GROUP,
 }
+_LEAVING = (pb.RELEASE_REASON_SHUTDOWN, pb.RELEASE_REASON_PAUSE)
 _PACK_AT_FAULT = (pb.RELEASE_REASON_PACK_NOT_FINITE, pb.RELEASE_REASON_PACK_CORRUPT)
 
 
@@ -89,7 +91,7 @@ class HiddenStateService(HiddenStateServiceServicer):
         self, request: pb.SeekSubscriptionRequest, context: grpc.ServicerContext
     ) -> pb.SeekSubscriptionResponse:
         """A new incarnation at the cursor of a checkpoint."""
-        self._readiness.target_for_new_runs()
+        self._reopen(self._readiness.target_for_new_runs(), request.subscription)
         to = SeekTo(
             next_step=request.next_step,
             first_sequence_number=request.first_sequence_number,
@@ -153,9 +155,15 @@ class HiddenStateService(HiddenStateServiceServicer):
     def ReleaseLeases(
         self, request: pb.ReleaseLeasesRequest, context: grpc.ServicerContext
     ) -> pb.ReleaseLeasesResponse:
-        """Give leases back; with a subscription, the run leaves."""
-        self._ledger.release(request.lease_tokens, pack_at_fault=request.reason in _PACK_AT_FAULT)
-        if request.subscription:
+        """Give leases back; with a subscription and a reason to go, the run leaves."""
+        for lease in self._ledger.release(request.lease_tokens, pack_at_fault=request.reason in _PACK_AT_FAULT):
+            pack = self._readiness.target().catalog.get(lease.stream).sequence.pack(lease.sequence_number)
+            log_event(
+                _log, "warning", "pack_quarantined", stream=lease.stream, subscription=lease.subscription,
+                sequence_number=lease.sequence_number, why=pb.ReleaseReason.Name(request.reason),
+                documents=pack.document_names,
+            )  # fmt: skip
+        if request.subscription and request.reason in _LEAVING:
             self._ledger.leave(request.subscription, request.incarnation)
         return pb.ReleaseLeasesResponse()
 
@@ -180,13 +188,19 @@ def _terms(request: pb.OpenSubscriptionRequest) -> SubscriptionTerms:
             reason=Reason.SPEC_INVALID,
             remedy="Expected runs/NAME: lower case letters, digits, dot, dash, underscore; at most 63.",
         )
-    if request.packs_per_step < 1 or request.max_epochs < 0:
+    if request.packs_per_step < 1 or not 0 <= request.max_epochs <= MAX_EPOCHS:
         raise SlipstreamError(
             f"packs_per_step is {request.packs_per_step} and max_epochs {request.max_epochs}; expected at least 1 "
-            "and at least 0.",
+            f"and 0 to {MAX_EPOCHS}.",
             reason=Reason.SPEC_INVALID,
         )
-    start = _STARTS.get(request.start_position, Start.BEGINNING)
+    start = _STARTS.get(request.start_position)
+    if start is None:
+        raise SlipstreamError(
+            f"There is no start position {request.start_position}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Install the same version of Slipstream on both sides.",
+        )
     return SubscriptionTerms(
         run=run.group(1),
         data_spec_json=request.data_spec_json,

@@ -18,7 +18,9 @@ from target_server.lease_book import DeliveryState, LeaseBook
 from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
 from target_server.ledger_store import LedgerStore
 from target_server.producer import Producer, Throughput
-from target_server.service import _terms
+from target_server.readiness import Readiness
+from target_server.served_target import ServedTarget
+from target_server.service import HiddenStateService, _terms
 from target_server.streams import MIN_SLOTS, StreamCatalog
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -26,6 +28,10 @@ from target_server.work_queue import WorkQueue
 from tests.fakes.served_model import LAYERS, data_spec_json, write_conversations, write_tiny_target
 
 BUDGET = 2**20
+NAMES_OF_NO_FILE = [
+    ("~nobody-of-that-name/x", "is not the path of a file"),
+    ("x" * 5000, "cannot be read: File name too long"),
+]
 
 
 class Engine:
@@ -189,6 +195,9 @@ def test_what_cannot_be_served_is_refused_in_words(
         Reason.SPEC_INVALID,
     )
     refused(open_with(data_spec_json=data_spec_json(tmp_path / "none.jsonl")), "does not exist", Reason.DATA_INVALID)
+    for name, words in NAMES_OF_NO_FILE:
+        spec = json.dumps({"files": [name], "pack_tokens": 128})
+        refused(open_with(data_spec_json=spec), words, Reason.DATA_INVALID)
 
 
 def test_a_document_beyond_the_targets_positions_is_refused_when_the_stream_opens(
@@ -217,6 +226,28 @@ def test_hidden_states_that_are_not_finite_are_quarantined(
         pack.document_names == getattr(record, "slipstream_fields", {}).get("documents") for record in caplog.records
     )
     engine.close()
+
+
+def test_a_pack_that_readers_reject_twice_is_named_in_the_log(
+    engine: Engine, terms: SubscriptionTerms, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, stream_name = engine.join(terms)
+    fixed = FixedPayloadStore(None)
+    readiness = Readiness("m")
+    served = ServedTarget(engine.target.fingerprint, pb.GetTargetResponse(), engine.catalog, engine.producer, fixed)
+    readiness.serve(served)
+    service = HiddenStateService(engine.ledger, readiness, max_polls=1)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert "pack_quarantined" not in caplog.text
+            engine.run(name, packs=1)
+            (lease,) = engine.ledger.lease(name, Ask(1)).leases
+            request = pb.ReleaseLeasesRequest(lease_tokens=[lease.token], reason=pb.RELEASE_REASON_PACK_CORRUPT)
+            service.ReleaseLeases(request, None)  # type: ignore[arg-type]
+    pack = engine.catalog.get(stream_name).sequence.pack(0)
+    (record,) = [each for each in caplog.records if each.message == "pack_quarantined"]
+    fields = getattr(record, "slipstream_fields", {})
+    assert (fields["documents"], fields["why"]) == (pack.document_names, "RELEASE_REASON_PACK_CORRUPT")
 
 
 def test_an_engine_that_fails_leaves_no_half_written_pack(
