@@ -213,13 +213,14 @@ def test_a_newer_trainer_ends_the_older_feeder(
     link, source = desk.start("overtaken", "train.max_steps=100000")
     assert take(source, 2) == [[0], [1]]
     newcomer = Desk(tiny_recipe, target_address, tmp_path / "run")
-    newer = newcomer.join("overtaken", "train.max_steps=100000")
+    newer, newer_source = newcomer.start("overtaken", "train.max_steps=100000")
     with pytest.raises(SlipstreamError) as stale:
         take(source, 100)
     assert stale.value.reason is Reason.INCARNATION_STALE
     with pytest.raises(SlipstreamError) as refused:
         link.commit(1)
     assert refused.value.reason is Reason.INCARNATION_STALE
+    assert take(newer_source, 1) == [[0]]
     newer.commit(0)
     newcomer.close()
 
