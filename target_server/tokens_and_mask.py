@@ -75,10 +75,6 @@ class ChatEncoder:
                 if documents:
                     yield conversation, documents
 
-    def encode_one(self, conversation: Conversation, report: ReportBuilder) -> list[Document]:
-        """The documents of one conversation; empty if it was dropped."""
-        return next((documents for _, documents in self.encode([conversation], report)), [])
-
     def _tokenize(self, rows: Sequence[Row]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         """Token ids and loss mask of every row, uncut."""
         if not rows:

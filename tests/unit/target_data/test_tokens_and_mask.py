@@ -29,8 +29,13 @@ def talk(*contents: str, finished: bool = True, system: str | None = None) -> Co
     return Conversation("talk", "talk.jsonl:1", tuple(turns), finished)
 
 
+def encode_all(encoder: ChatEncoder, conversation: Conversation, report: ReportBuilder) -> list[Document]:
+    """The documents of one conversation; empty if it was dropped."""
+    return next((documents for _, documents in encoder.encode([conversation], report)), [])
+
+
 def encode_one(encoder: ChatEncoder, conversation: Conversation) -> Document:
-    (document,) = encoder.encode_one(conversation, ReportBuilder())
+    (document,) = encode_all(encoder, conversation, ReportBuilder())
     return document
 
 
@@ -151,7 +156,7 @@ def test_one_row_per_answer_where_earlier_turns_change(chatml: PreTrainedTokeniz
     chatml.chat_template = _FORGETS_THINKING
     encoder, report = ChatEncoder(chatml, 512), ReportBuilder()
     conversation = talk("Hi", "<think>a</think>Hello", "And?", "<think>b</think>Bye")
-    documents = encoder.encode_one(conversation, report)
+    documents = encode_all(encoder, conversation, report)
     assert [document.id for document in documents] == ["talk#1", "talk#3"]
     assert [supervised_texts(chatml, document) for document in documents] == [
         ["<think>a</think>Hello<|im_end|>"],
@@ -179,8 +184,8 @@ def test_answers_the_template_rewrites_are_counted(chatml: PreTrainedTokenizerFa
         "{{ message['content'] }}", "{{ message['content'] | replace('secret', '###') }}"
     )
     encoder, report = ChatEncoder(chatml, 512), ReportBuilder()
-    assert encoder.encode_one(talk("Hi", "the secret word"), report) == []
-    (document,) = encoder.encode_one(talk("Hi", "a secret", "Well?", "a word"), report)
+    assert encode_all(encoder, talk("Hi", "the secret word"), report) == []
+    (document,) = encode_all(encoder, talk("Hi", "a secret", "Well?", "a word"), report)
     assert supervised_texts(chatml, document) == ["a word<|im_end|>"]
     result = report.build("train")
     assert (result.count(Finding.ANSWER_REWRITTEN), result.count(Finding.ANSWER_SKIPPED), result.used) == (1, 1, 1)
@@ -189,16 +194,16 @@ def test_answers_the_template_rewrites_are_counted(chatml: PreTrainedTokenizerFa
 def test_an_answer_before_any_question_is_context_only(tokenizers: dict) -> None:
     encoder, report = ChatEncoder(tokenizers["chatml"], 512), ReportBuilder()
     greeting = (Turn("assistant", "Welcome!"), Turn("user", "Hi"), Turn("assistant", "Hello"))
-    (document,) = encoder.encode_one(Conversation("a", "f:1", greeting, finished=True), report)
+    (document,) = encode_all(encoder, Conversation("a", "f:1", greeting, finished=True), report)
     assert supervised_texts(tokenizers["chatml"], document) == ["Hello<|im_end|>"]
-    assert encoder.encode_one(Conversation("b", "f:2", greeting[:1], finished=True), report) == []
+    assert encode_all(encoder, Conversation("b", "f:2", greeting[:1], finished=True), report) == []
     result = report.build("train")
     assert (result.count(Finding.ANSWER_SKIPPED), result.count(Finding.ANSWER_FIRST)) == (1, 1)
 
 
 def test_what_the_template_refuses_is_dropped(tokenizers: dict) -> None:
     encoder, report = ChatEncoder(tokenizers["gemma"], 512), ReportBuilder()
-    assert encoder.encode_one(talk("Hi", "Hello", system="Be brief."), report) == []
+    assert encode_all(encoder, talk("Hi", "Hello", system="Be brief."), report) == []
     assert report.build("train").count(Finding.TEMPLATE_REFUSED) == 1
 
 
@@ -214,7 +219,7 @@ def test_long_conversations_are_cut_and_the_mask_stays_right(tokenizers: dict) -
     whole = encode_one(ChatEncoder(tokenizer, 4096), conversation)
     for limit in range(1, len(whole.token_ids) + 1):
         encoder, report = ChatEncoder(tokenizer, limit), ReportBuilder()
-        documents = encoder.encode_one(conversation, report)
+        documents = encode_all(encoder, conversation, report)
         result = report.build("train")
         if not whole.loss_mask[:limit].any():
             assert documents == [] and result.count(Finding.ANSWERS_CUT_AWAY) == 1
