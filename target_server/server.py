@@ -195,9 +195,10 @@ class TargetServer:
         return ServedTarget(target.fingerprint, handshake, catalog, Producer(target, self._queue, catalog), fixed)
 
     def _drain(self) -> None:
-        log_event(_log, "info", "draining", seconds=self._settings.drain_seconds)
         self._readiness.drain()
         self._control.drain()
+        # Said when it is true: whoever reads the line finds health NOT_SERVING.
+        log_event(_log, "info", "draining", seconds=self._settings.drain_seconds)
         finished = self._control.wait_until_drained(self._settings.drain_seconds)
         log_event(_log, "info", "drained", leases_left=not finished)
 

@@ -196,7 +196,8 @@ def test_killed_while_one_is_replaced_the_old_one_is_still_found(
     """The new owner goes on from a rolled back checkpoint and comes past one that the old owner saved meanwhile."""
     save_checkpoint(run, make_checkpoint(30), keep=1)
     run.claim(2, "trainers/b")
-    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, run.root], cwd=Path.cwd(), timeout=60)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, run.root], env=environment, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert not (run.checkpoints / "latest").exists() and (run.checkpoints / "latest").is_symlink()
 
