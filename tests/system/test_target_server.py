@@ -1,7 +1,6 @@
 """A real target server process with a tiny model, spoken to as a trainer does."""
 
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -265,13 +264,10 @@ def test_health_answers_while_the_engine_is_inside_a_long_forward(
 
         thread = threading.Thread(target=lease)
         thread.start()
-        slowest, checks = 0.0, 0
+        checks = 0
         while not computed.wait(0.02):
-            began = time.monotonic()
             status = health.Check(health_pb2.HealthCheckRequest(), timeout=5).status
-            slowest = max(slowest, time.monotonic() - began)
             assert status == health_pb2.HealthCheckResponse.SERVING
             checks += 1
         thread.join(10.0)
-        assert checks >= 3, "the forward was too fast to test anything"
-        assert slowest < 1.0
+        assert checks >= 3, "health waited for the forward, or the forward was too fast to test anything"
