@@ -4,7 +4,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote
@@ -16,8 +16,12 @@ from slipstream.run_spec.reasons import Reason
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8080"
 _TIMEOUT = httpx2.Timeout(30.0, connect=5.0)
+# The server says something every few seconds, even if nothing happens.
+_STREAM_TIMEOUT = httpx2.Timeout(60.0, connect=5.0)
 _TRIES = 4
 _PAGE = 200
+_PATIENCE_SECONDS = 120.0
+_TEMPORARY = frozenset({Reason.NOT_READY, Reason.DATABASE_LOCKED})
 
 
 class ControlApiUnreachableError(SlipstreamError):
@@ -42,10 +46,13 @@ class FeedMessage:
     """One message of a run's feed."""
 
     kind: str
-    """`event`, `metric` or `deleted`."""
+    """`event`, `metric`, `log` or `deleted`."""
     cursor: str
     """Where to go on after this message."""
     data: dict[str, Any]
+
+
+OnLoss = Callable[[SlipstreamError], None]
 
 
 class ControlClient:
@@ -95,9 +102,8 @@ class ControlClient:
         token: str | None = None
         while True:
             page = self.get(path, page_size=_PAGE, page_token=token, **query)
-            token = page.pop("next_page_token")
-            (entries,) = page.values()
-            yield from entries
+            token = page["next_page_token"]
+            yield from next(entries for entries in page.values() if isinstance(entries, list))
             if token is None:
                 return
 
@@ -117,44 +123,73 @@ class ControlClient:
         """DELETE. Raises as `get`."""
         self._patiently("DELETE", path, headers={"Idempotency-Key": uuid.uuid4().hex})
 
-    def feed(self, run: str, cursor: str = "") -> Iterator[FeedMessage]:
+    def feed(
+        self, run: str, cursor: str = "", *, on_loss: OnLoss | None = None, patience: float = _PATIENCE_SECONDS
+    ) -> Iterator[FeedMessage]:
         """Everything that happens to a run after `cursor`, without end; a lost connection is taken up again.
+
+        Args:
+            run: its name.
+            cursor: a run's `event_cursor`, or a message's; nothing: from the beginning.
+            on_loss: called once for every connection that was lost, with why.
+            patience: seconds without a connection after which it gives up.
 
         Raises:
             ControlApiRefusalError: a problem was answered, such as RUN_UNKNOWN.
-            ControlApiUnreachableError: nobody answers, not even after half a minute of attempts.
+            ControlApiUnreachableError: nobody answers, for `patience` seconds.
         """
-        failures = 0
+        return self._follow(f"/v1/runs/{segment(run)}/events:stream", cursor, on_loss, patience)
+
+    def log_feed(
+        self, run: str, cursor: str = "", *, on_loss: OnLoss | None = None, patience: float = _PATIENCE_SECONDS
+    ) -> Iterator[FeedMessage]:
+        """The lines that a run's training processes log; otherwise as `feed`."""
+        return self._follow(f"/v1/runs/{segment(run)}/logs:stream", cursor, on_loss, patience)
+
+    def _follow(self, path: str, cursor: str, on_loss: OnLoss | None, patience: float) -> Iterator[FeedMessage]:
+        failures, gives_up_at = 0, time.monotonic() + patience
         while True:
             try:
-                for message in self._listen(run, cursor):
-                    failures, cursor = 0, message.cursor
+                for message in self._listen(path, cursor):
+                    failures, gives_up_at = 0, time.monotonic() + patience
+                    if message is None:
+                        continue
+                    cursor = message.cursor
                     yield message
                     if message.kind == "deleted":
                         return
-            except httpx2.TransportError as error:
+            except (ControlApiUnreachableError, ControlApiRefusalError) as lost:
+                if not _is_temporary(lost) or time.monotonic() > gives_up_at:
+                    raise
                 failures += 1
-                if failures > 8:
-                    raise self._unreachable(error) from error
-                _wait_before(failures)
+                if failures == 1 and on_loss is not None:
+                    on_loss(lost)
+            _wait_before(failures)
 
-    def _listen(self, run: str, cursor: str) -> Iterator[FeedMessage]:
-        path = f"/v1/runs/{segment(run)}/events:stream"
-        # The server says something every few seconds, even if nothing happens.
-        with self._http.stream("GET", path, params={"cursor": cursor}, timeout=60.0) as response:
-            if response.status_code != 200:
-                response.read()
-                self._result(response)
-            for event in httpx2.EventSource(response):
-                data: dict[str, Any] = json.loads(event.data)
-                yield FeedMessage(event.event, event.id, data)
+    def _listen(self, path: str, cursor: str) -> Iterator[FeedMessage | None]:
+        """The messages of one connection, after a None that says that there is one. Ends with an exception."""
+        try:
+            with self._http.stream("GET", path, params={"cursor": cursor}, timeout=_STREAM_TIMEOUT) as response:
+                if response.status_code != 200:
+                    response.read()
+                    self._result(response)
+                yield None
+                for event in httpx2.EventSource(response):
+                    data: dict[str, Any] = json.loads(event.data)
+                    yield FeedMessage(event.event, event.id, data)
+        except httpx2.TransportError as error:
+            raise self._unreachable(error) from error
+        raise self._unreachable("it has ended the stream")
 
     def _patiently(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+        """Several attempts: every request that comes here counts once, however often it arrives."""
         for attempt in range(1, _TRIES):
             try:
                 return self._send(method, path, **more)
-            except ControlApiUnreachableError:
-                _wait_before(attempt)
+            except (ControlApiUnreachableError, ControlApiRefusalError) as error:
+                if not _is_temporary(error):
+                    raise
+            _wait_before(attempt)
         return self._send(method, path, **more)
 
     def _send(self, method: str, path: str, **more: Any) -> dict[str, Any]:
@@ -180,17 +215,33 @@ class ControlClient:
             remedy="Give the address of a control API with --api or SLIPSTREAM_API.",
         )
 
-    def _unreachable(self, error: Exception) -> ControlApiUnreachableError:
+    def _unreachable(self, why: Exception | str) -> ControlApiUnreachableError:
         return ControlApiUnreachableError(
-            f"no control API answers at {self.address} ({error or type(error).__name__})",
+            f"no control API answers at {self.address} ({str(why) or type(why).__name__})",
             reason=Reason.NOT_READY,
             remedy="Start one with `slipstream up`, or give its address with --api or SLIPSTREAM_API.",
         )
 
 
 def segment(name: str) -> str:
-    """A name as one segment of a path, whatever characters it has."""
-    return quote(name, safe="")
+    """A name as one segment of a path, whatever characters it has.
+
+    Raises:
+        SlipstreamError: NOT_FOUND, the name would reach another path than one of its own.
+    """
+    # Servers decode %2F before they look for the path, and dots are taken out on the way.
+    if name in ("", ".", "..") or "/" in name:
+        raise SlipstreamError(
+            f"Nothing is called {name!r}.",
+            reason=Reason.NOT_FOUND,
+            remedy="Names have lower case letters, digits, dot, dash and underscore.",
+        )
+    return quote(name, safe="", errors="surrogateescape")
+
+
+def _is_temporary(error: SlipstreamError) -> bool:
+    """Whether the same request may be accepted soon."""
+    return isinstance(error, ControlApiUnreachableError) or error.reason in _TEMPORARY
 
 
 def _wait_before(attempt: int) -> None:
@@ -206,5 +257,7 @@ def _reason(problem: Mapping[str, Any]) -> Reason:
 
 
 def _in_words(problem: Mapping[str, Any]) -> str:
-    errors = [f"{one['location']}: {one['detail']}" for one in problem.get("errors") or ()]
-    return "\n  ".join([str(problem.get("detail") or problem.get("title")), *errors])
+    detail = str(problem.get("detail") or problem.get("title"))
+    # The problems of a run definition are in the detail already.
+    errors = [one for one in problem.get("errors") or () if one["detail"] not in detail]
+    return "\n  ".join([detail, *(f"{one['location']}: {one['detail']}" for one in errors)])
