@@ -18,6 +18,7 @@ TORCH_FREE = (
     "slipstream.cli",
     "slipstream.entrypoint",
     "slipstream.errors",
+    "slipstream.launcher",
     "slipstream.listen",
     "slipstream.run_spec",
     "slipstream.telemetry",
