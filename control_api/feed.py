@@ -1,21 +1,45 @@
-"""Metrics and events of a run as server-sent events, in an order that can be taken up again at any place."""
+"""What happens to a run as server-sent events, in an order that can be taken up again at any place."""
 
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from control_api import views
 from control_api.feed_cursor import Cursor
-from control_api.store import events, metrics
+from control_api.store import events, logs, metrics
 from control_api.store.database import Database
 from control_api.store.tables import Run
 
+Place = TypeVar("Place", Cursor, int)
+Read = Callable[[Session, int, Place], tuple[list[str], Place]]
+"""From the id of a run and a place in its stream to the next messages and the place behind them."""
+
 _BATCH = 200
+
+
+def records_after(session: Session, run_id: int, cursor: Cursor) -> tuple[list[str], Cursor]:
+    """Events and metrics."""
+    found: list[str] = []
+    for event in events.page(session, run_id, after=cursor.event, size=_BATCH):
+        cursor = Cursor(event.id, cursor.metric)
+        found.append(_message("event", cursor, views.event(event).model_dump(mode="json")))
+    for metric in metrics.page(session, run_id, after=cursor.metric, size=_BATCH):
+        cursor = Cursor(cursor.event, metric.id)
+        found.append(_message("metric", cursor, views.metric(metric).model_dump(mode="json")))
+    return found, cursor
+
+
+def logs_after(session: Session, run_id: int, line: int) -> tuple[list[str], int]:
+    """Lines of the log; the place is the id of a line."""
+    rows = logs.page(session, run_id, after=line, size=_BATCH)
+    found = [_message("log", row.id, views.log_line(row).model_dump(mode="json")) for row in rows]
+    return found, rows[-1].id if rows else line
 
 
 class Feed:
@@ -36,17 +60,17 @@ class Feed:
             watched = frozenset(self._watchers)
         self._wake(watched)
 
-    async def messages(self, run_id: int, cursor: Cursor) -> AsyncIterator[str]:
-        """Everything after `cursor`, then whatever happens, until the run is deleted or the server stops."""
+    async def messages(self, run_id: int, place: Place, read: Read[Place]) -> AsyncIterator[str]:
+        """What `read` finds after `place`, then whatever comes, until the run is deleted or the server stops."""
         with self._watching(run_id) as news:
             yield ": connected\n\n"
             while not self._closed:
                 news.clear()
-                batch, cursor, is_there = await run_in_threadpool(self._after, run_id, cursor)
+                batch, place, is_there = await run_in_threadpool(self._after, run_id, place, read)
                 for message in batch:
                     yield message
                 if not is_there:
-                    yield f"event: deleted\nid: {cursor}\ndata: {{}}\n\n"
+                    yield f"event: deleted\nid: {place}\ndata: {{}}\n\n"
                     return
                 if len(batch) < _BATCH and not await self._wait(news):
                     yield ": nothing new\n\n"
@@ -59,17 +83,11 @@ class Feed:
             return False
         return True
 
-    def _after(self, run_id: int, cursor: Cursor) -> tuple[list[str], Cursor, bool]:
-        """The next messages, the cursor behind them, and whether the run is still there."""
-        found: list[str] = []
+    def _after(self, run_id: int, place: Place, read: Read[Place]) -> tuple[list[str], Place, bool]:
+        """The next messages, the place behind them, and whether the run is still there."""
         with self._database.read() as session:
-            for event in events.page(session, run_id, after=cursor.event, size=_BATCH):
-                cursor = Cursor(event.id, cursor.metric)
-                found.append(_message("event", cursor, views.event(event).model_dump(mode="json")))
-            for metric in metrics.page(session, run_id, after=cursor.metric, size=_BATCH):
-                cursor = Cursor(cursor.event, metric.id)
-                found.append(_message("metric", cursor, views.metric(metric).model_dump(mode="json")))
-            return found, cursor, session.get(Run, run_id) is not None
+            found, place = read(session, run_id, place)
+            return found, place, session.get(Run, run_id) is not None
 
     @contextmanager
     def _watching(self, run_id: int) -> Iterator[asyncio.Event]:
@@ -92,5 +110,5 @@ class Feed:
                 loop.call_soon_threadsafe(news.set)
 
 
-def _message(kind: str, cursor: Cursor, data: dict[str, Any]) -> str:
-    return f"event: {kind}\nid: {cursor}\ndata: {json.dumps(data)}\n\n"
+def _message(kind: str, place: Cursor | int, data: dict[str, Any]) -> str:
+    return f"event: {kind}\nid: {place}\ndata: {json.dumps(data)}\n\n"

@@ -1,4 +1,4 @@
-"""A place in the stream of a run's metrics and events."""
+"""Places in the streams of a run. The text of one is the `id` of every message."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +9,7 @@ from slipstream.run_spec.reasons import Reason
 
 @dataclass(frozen=True)
 class Cursor:
-    """The newest event and the newest metric that a client has. Its text is the `id` of every message."""
+    """The newest event and the newest metric that a client has."""
 
     event: int = 0
     metric: int = 0
@@ -23,14 +23,29 @@ class Cursor:
         """
         if not text:
             return cls()
-        parts = text.split("-")
-        if len(parts) != 2 or not all(one.isascii() and one.isdecimal() and len(one) < 16 for one in parts):
-            raise SlipstreamError(
-                f"The cursor {text[:80]!r} is none of ours.",
-                reason=Reason.REQUEST_INVALID,
-                remedy="Give the id of the last message, the run's event_cursor, or nothing.",
-            )
-        return cls(int(parts[0]), int(parts[1]))
+        event, metric = _numbers(text, 2, "the run's event_cursor")
+        return cls(event, metric)
 
     def __str__(self) -> str:
         return f"{self.event}-{self.metric}"
+
+
+def parse_line(text: str) -> int:
+    """The id of the newest line of the log that a client has.
+
+    Raises:
+        SlipstreamError: REQUEST_INVALID.
+    """
+    (line,) = _numbers(text, 1, "the id of a line")
+    return line
+
+
+def _numbers(text: str, count: int, example: str) -> list[int]:
+    parts = text.split("-")
+    if len(parts) != count or not all(one.isascii() and one.isdecimal() and len(one) < 16 for one in parts):
+        raise SlipstreamError(
+            f"The cursor {text[:80]!r} is none of ours.",
+            reason=Reason.REQUEST_INVALID,
+            remedy=f"Give the id of the last message, {example}, or nothing.",
+        )
+    return [int(one) for one in parts]

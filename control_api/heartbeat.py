@@ -3,7 +3,7 @@
 from sqlalchemy.orm import Session
 
 from control_api import lifecycle
-from control_api.store import checkpoints, events, metrics, runs, trainers
+from control_api.store import checkpoints, events, logs, metrics, runs, trainers
 from control_api.store.tables import Assignment, Run, Trainer
 from control_api.trainer_schemas import (
     Acknowledged,
@@ -45,6 +45,7 @@ def describe(session: Session, assignment: Assignment) -> AssignmentPublic:
         spec=run.spec | {"name": run.directory},
         target=AssignedTarget(name=run.target.name, address=run.target.address),
         next_metric_index=metrics.next_index(session, run.id, assignment.trainer.storage),
+        next_log_line=assignment.next_log_line,
     )
 
 
@@ -54,9 +55,11 @@ def _take(session: Session, trainer: Trainer, report: AssignmentReport, now: flo
         return None
     run = assignment.run
     next_index = _keep_records(session, trainer, run, report, now)
+    if report.logs is not None:
+        logs.append(session, assignment, first_line=report.logs.first_line, lines=report.logs.lines)
     if assignment.ended_at is None:
         _observe(session, assignment, report, now)
-    return Acknowledged(assignment=assignment.id, next_metric_index=next_index)
+    return Acknowledged(assignment=assignment.id, next_metric_index=next_index, next_log_line=assignment.next_log_line)
 
 
 def _keep_records(session: Session, trainer: Trainer, run: Run, report: AssignmentReport, now: float) -> int:

@@ -255,6 +255,18 @@ class MetricPublic(Resource):
     """The line of metrics.jsonl."""
 
 
+class LogLinePublic(Resource):
+    """One line of what a training process wrote."""
+
+    id: int
+    """Grows with every line of the run; the cursor of logs:stream."""
+    attempt: int
+    """The assignment of the run that it belongs to."""
+    number: int
+    """Zero-based line of the attempt's log file on the trainer's disk; what its agent skipped is missing."""
+    text: str
+
+
 class EventPublic(Resource):
     """Something that happened to a run."""
 
@@ -293,6 +305,13 @@ class MetricList(Resource):
     """A page, in the order of arrival."""
 
     metrics: list[MetricPublic]
+    next_page_token: str | None
+
+
+class LogList(Resource):
+    """A page, oldest first."""
+
+    logs: list[LogLinePublic]
     next_page_token: str | None
 
 

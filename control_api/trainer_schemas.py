@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from control_api.schemas import LARGEST, Body, Count, JsonObject, Moment, Name, ReportedTime, Resource, ShortText, Text
 from slipstream.run_spec.reasons import Reason
@@ -12,6 +12,9 @@ TRAINER_PROTOCOL_VERSION = 1
 """Agents of another version are refused when they register."""
 MAX_METRICS_PER_HEARTBEAT = 200
 MAX_EVENTS_PER_HEARTBEAT = 100
+MAX_LOG_LINES_PER_HEARTBEAT = 200
+MAX_LOG_LINE = 2000
+"""Characters; an agent cuts longer lines, and says so in them."""
 MAX_CHECKPOINTS = 1000
 
 
@@ -96,6 +99,28 @@ class MetricBatch(Body):
         return self
 
 
+def _printable(line: Any) -> Any:
+    """What no reader can be hurt by: a terminal is not steered, and half a surrogate pair can be stored."""
+    if not isinstance(line, str):
+        return line
+    return line.translate(_CONTROL_PICTURES).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\t"} | {127: 0x2421}
+_CONTROL_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+LogText = Annotated[str, Field(max_length=MAX_LOG_LINE), BeforeValidator(_printable)]
+
+
+class LogBatch(Body):
+    """Consecutive lines of the log file of the attempt."""
+
+    first_line: Annotated[int, Field(strict=True, ge=0, le=LARGEST - MAX_LOG_LINES_PER_HEARTBEAT)]
+    """Zero-based line number of the first one. Beyond `next_log_line`: those between are skipped, and stay missing."""
+    lines: Annotated[list[LogText], Field(max_length=MAX_LOG_LINES_PER_HEARTBEAT)]
+    """Without their line breaks. Control characters are stored as their pictures (ESC as \u241b)."""
+
+
 class TrainerEvent(Body):
     """Something that happened at the trainer. Sent until a heartbeat was answered; the id makes that harmless."""
 
@@ -139,6 +164,7 @@ class AssignmentReport(Body):
     target_unreachable: bool = False
     """The child waits for its target."""
     metrics: MetricBatch | None = None
+    logs: LogBatch | None = None
     events: Annotated[list[TrainerEvent], Field(max_length=MAX_EVENTS_PER_HEARTBEAT, default_factory=list)]
     checkpoints: Annotated[list[ReportedCheckpoint], Field(max_length=MAX_CHECKPOINTS)] | None = None
     """All complete checkpoints in the run directory; null: unchanged since the last report that was answered."""
@@ -184,6 +210,8 @@ class Assignment(Resource):
     target: AssignedTarget
     next_metric_index: int
     """The line of metrics.jsonl to send next."""
+    next_log_line: int
+    """The line of the attempt's log file to send next."""
 
 
 class Acknowledged(Resource):
@@ -192,6 +220,8 @@ class Acknowledged(Resource):
     assignment: int
     next_metric_index: int
     """The line of metrics.jsonl to send next; all before it are stored."""
+    next_log_line: int
+    """The line of the attempt's log file to send next."""
 
 
 class HeartbeatAnswer(Resource):

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from control_api import schemas, trainer_schemas
 from control_api.feed_cursor import Cursor
 from control_api.store import checkpoints, events, metrics, runs
-from control_api.store.tables import Checkpoint, Event, Metric, Run, StateChange, Target, Trainer
+from control_api.store.tables import Checkpoint, Event, LogLine, Metric, Run, StateChange, Target, Trainer
 from slipstream.run_spec.states import DesiredState, RunState, allowed_verbs
 
 _RECORDS_OF_PACE = 20
@@ -81,6 +81,11 @@ def event(row: Event) -> schemas.EventPublic:
 def metric(row: Metric) -> schemas.MetricPublic:
     """A record of the metrics."""
     return schemas.MetricPublic(step=row.step, incarnation=row.incarnation, record=row.record)
+
+
+def log_line(row: LogLine) -> schemas.LogLinePublic:
+    """A line of a log."""
+    return schemas.LogLinePublic(id=row.id, attempt=row.attempt, number=row.number, text=row.text)
 
 
 def checkpoint(row: Checkpoint) -> schemas.CheckpointPublic:

@@ -12,7 +12,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.orm import Session
 
-from control_api.store.tables import SCHEMA_VERSION, Table
+from control_api.store.migrations import migrate
+from control_api.store.tables import SCHEMA_VERSION
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -102,12 +103,9 @@ class Database:
                     reason=Reason.DATABASE_INVALID,
                     remedy="Give another file with --database.",
                 )
-            if version == 0:
-                Table.metadata.create_all(connection)
-                connection.execute(text(f"PRAGMA user_version = {SCHEMA_VERSION}"))
-            else:
-                # Opening for nothing: a file that cannot be written must be found out now, not at the first request.
-                connection.execute(text(f"PRAGMA user_version = {version}"))
+            migrate(connection, version)
+            # Written even when nothing changed: a file that cannot be written must be found out now.
+            connection.execute(text(f"PRAGMA user_version = {SCHEMA_VERSION}"))
 
 
 def touch(session: Session, run_id: int) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 1
-"""Of everything below; raise it with every change, together with a migration."""
+SCHEMA_VERSION = 2
+"""Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
 
@@ -141,6 +141,8 @@ class Assignment(Table):
     last_exit: Mapped[dict[str, Any] | None]
     restarting: Mapped[bool] = mapped_column(default=False)
     """A child died, and the next one has not trained a step yet."""
+    next_log_line: Mapped[int] = mapped_column(default=0, server_default=text("0"))
+    """The first line of the attempt's log file that is not stored."""
     ended_at: Mapped[float | None]
     end_reason: Mapped[str | None]
 
@@ -188,6 +190,19 @@ class MetricPosition(Table):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     storage: Mapped[str] = mapped_column(String, primary_key=True)
     next_index: Mapped[int]
+
+
+class LogLine(Table):
+    """One line of the log of an attempt."""
+
+    __tablename__ = "log_lines"
+    __table_args__ = (Index("log_order", "run_id", "id"), _NEVER_REUSED)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    number: Mapped[int]
+    text: Mapped[str]
 
 
 class Event(Table):

@@ -45,12 +45,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     database.close()
 
 
-# The stream never ends; tests/unit/control_api/test_feed.py reads it.
+# Streams never end; tests/unit/control_api/test_feed.py reads them.
+STREAMS = {"stream_events", "stream_logs"}
 OPERATIONS = [
     str(route.operation_id)
     for module in (health, records, runs, targets_routes, trainers)
     for route in module.router.routes
-    if isinstance(route, APIRoute) and route.operation_id != "stream_events"
+    if isinstance(route, APIRoute) and route.operation_id not in STREAMS
 ]
 
 
@@ -77,5 +78,5 @@ def test_every_answer_is_documented(document: Any, operation: str) -> None:
 
 def test_operations_have_stable_ids(document: Any) -> None:
     found = {one.ok().definition.raw["operationId"] for one in document.get_all_operations()}
-    assert found == {*OPERATIONS, "stream_events"}
-    assert len(OPERATIONS) == 24
+    assert found == {*OPERATIONS, *STREAMS}
+    assert len(OPERATIONS) == 25

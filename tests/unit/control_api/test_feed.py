@@ -1,4 +1,4 @@
-"""The stream of metrics and events: taken up again anywhere, nothing lost, nothing twice."""
+"""The streams of a run, metrics and events, and logs: taken up again anywhere, nothing lost, nothing twice."""
 
 import json
 import threading
@@ -10,10 +10,11 @@ import pytest
 
 from control_api.app import create_app
 from control_api.settings import Settings
-from control_api.store import events, metrics, runs, targets
+from control_api.store import events, logs, metrics, runs, targets, trainers
 from control_api.store.database import Database
+from control_api.store.tables import Trainer
 from slipstream.run_spec.spec import RunSpec
-from tests.fakes.control_plane import SPEC, record
+from tests.fakes.control_plane import SPEC, record, registration
 from tests.fakes.http_server import serving
 
 COMPLETE_SPEC = RunSpec.model_validate(SPEC).model_dump(mode="json")
@@ -37,9 +38,9 @@ def address(database: Database, run_id: int) -> Iterator[str]:
 class Stream:
     """An open stream, read message by message."""
 
-    def __init__(self, address: str, query: str = "", **headers: str) -> None:
-        self._connection = HTTPConnection(address, timeout=10)
-        self._connection.request("GET", f"/v1/runs/demo/events:stream{query}", headers=headers)
+    def __init__(self, address: str, query: str = "", *, kind: str = "events", **headers: str) -> None:
+        self._connection = HTTPConnection(address, timeout=30)
+        self._connection.request("GET", f"/v1/runs/demo/{kind}:stream{query}", headers=headers)
         self.response = self._connection.getresponse()
         self.comments = 0
 
@@ -144,4 +145,37 @@ def test_the_cursor_of_a_run_is_now(database: Database, run_id: int, address: st
     while message["event"] != "metric":
         message = stream.next()
     assert message["data"]["step"] == 3
+    stream.close()
+
+
+def test_lines_of_the_log_as_they_come(database: Database, run_id: int, address: str) -> None:
+    with database.write() as session:
+        fields = registration("t1") | {"versions": {}, "registered_at": 1.0, "last_seen_at": 1.0}
+        session.add(trainer := Trainer(**fields))
+        run = runs.find(session, "demo")
+        assert run is not None
+        assignment = trainers.assign(session, run, trainer, now=1.0)
+        logs.append(session, assignment, first_line=0, lines=[str(number) for number in range(450)])
+    stream = Stream(address, kind="logs")
+    seen = [stream.next() for _ in range(450)]
+    assert {one["event"] for one in seen} == {"log"}
+    assert [one["data"]["text"] for one in seen] == [str(number) for number in range(450)]
+    with database.write() as session:
+        logs.append(session, session.merge(assignment), first_line=450, lines=["fresh"])
+    assert stream.next()["data"] | {"id": 0} == {"id": 0, "attempt": 1, "number": 450, "text": "fresh"}
+    stream.close()
+    for query, headers, numbers in (
+        ("?tail=2", {}, [449, 450]),
+        (f"?cursor={seen[-2]['id']}", {}, [449, 450]),
+        ("?tail=5", {"Last-Event-ID": seen[-1]["id"]}, [450]),
+    ):
+        stream = Stream(address, query, kind="logs", **headers)
+        assert [stream.next()["data"]["number"] for _ in numbers] == numbers
+        stream.close()
+    stream = Stream(address, "?tail=0", kind="logs")
+    with database.write() as session:
+        row = runs.find(session, "demo")
+        assert row is not None
+        runs.delete(session, row)
+    assert stream.next()["event"] == "deleted"
     stream.close()

@@ -55,7 +55,11 @@ def test_what_happened_is_kept_when_the_assignment_is_over(desk: Desk) -> None:
     batch = {"first_index": 0, "records": [record(0)]}
     late = report(work, "SUCCEEDED", metrics=batch, events=[event], checkpoints=[checkpoint(1), checkpoint(2)])
     for _ in range(2):
-        assert desk.beat("t1", late)["acknowledged"] == {"assignment": work, "next_metric_index": 1}
+        assert desk.beat("t1", late)["acknowledged"] == {
+            "assignment": work,
+            "next_metric_index": 1,
+            "next_log_line": 0,
+        }
     seen = [one for one in desk.get("runs/demo/events")["events"] if one["type"] in ("WARMED_UP", "CHECKPOINT_SAVED")]
     assert [one["type"] for one in seen] == ["WARMED_UP", "CHECKPOINT_SAVED", "CHECKPOINT_SAVED"]
     assert (seen[0]["source"], seen[0]["time"]) == ("t1", "2026-01-01T00:00:00.000+00:00")

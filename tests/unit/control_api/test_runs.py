@@ -274,7 +274,7 @@ def test_keys_are_checked(client: TestClient, key: str) -> None:
     assert_problem(response, 422, "REQUEST_INVALID")
 
 
-@pytest.mark.parametrize("path", ["", "/checkpoints", "/metrics", "/events", "/events:stream"])
+@pytest.mark.parametrize("path", ["", "/checkpoints", "/metrics", "/events", "/events:stream", "/logs", "/logs:stream"])
 def test_nothing_is_known_of_an_unknown_run(client: TestClient, path: str) -> None:
     assert_problem(client.get(f"/v1/runs/none{path}"), 404, "RUN_UNKNOWN")
 

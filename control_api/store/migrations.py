@@ -1,0 +1,20 @@
+"""From the schema of an older version to this one's, in place; what was stored stays."""
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, text
+
+from control_api.store.tables import SCHEMA_VERSION, Table
+
+_STATEMENTS: Mapping[int, tuple[str, ...]] = {
+    2: ("ALTER TABLE assignments ADD COLUMN next_log_line INTEGER NOT NULL DEFAULT 0",),
+}
+"""What each version changed on tables that were there before; tables that are missing are made first."""
+
+
+def migrate(connection: Connection, version: int) -> None:
+    """Bring a database of schema `version` (0: empty) up to date, inside the caller's transaction."""
+    Table.metadata.create_all(connection)
+    for newer in range(version + 1, SCHEMA_VERSION + 1) if version else ():
+        for statement in _STATEMENTS[newer]:
+            connection.execute(text(statement))
