@@ -90,13 +90,19 @@ class ListenAddress:
 
 
 def read_token(path: Path | None) -> str | None:
-    """The bearer token from a file, else from SLIPSTREAM_TOKEN; None when neither is set.
+    """The bearer token: from the file `path`, else from $SLIPSTREAM_TOKEN, else from the file $SLIPSTREAM_TOKEN_FILE.
+
+    None when none of them is set. Containers name the file: a secret in the environment shows in every listing of it.
 
     Raises:
         SlipstreamError: SPEC_INVALID, the file is unreadable or empty.
     """
     if path is None:
-        return os.environ.get("SLIPSTREAM_TOKEN") or None
+        if token := os.environ.get("SLIPSTREAM_TOKEN"):
+            return token
+        if not (file := os.environ.get("SLIPSTREAM_TOKEN_FILE")):
+            return None
+        path = Path(file)
     try:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:

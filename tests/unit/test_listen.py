@@ -78,6 +78,20 @@ def test_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytes
     assert read_token(None) is None
 
 
+def test_the_environment_may_name_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tmp_path / "named"
+    named.write_text("from-named-file\n")
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    monkeypatch.setenv("SLIPSTREAM_TOKEN_FILE", str(named))
+    assert read_token(None) == "from-named-file"
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "from-environment")
+    assert read_token(None) == "from-environment"
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "")
+    named.write_text("")
+    with pytest.raises(SlipstreamError, match="is empty"):
+        read_token(None)
+
+
 def test_unreadable_token_file(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=os.strerror(2)):
         read_token(tmp_path / "absent")
