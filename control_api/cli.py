@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,14 +29,19 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SlipstreamError: the address is unusable, or open to other machines without a token; the database is.
+        SlipstreamError: the address is unusable, or open to other machines without a token; a target that is named, or
+            the database, is unusable.
     """
     options = _parser().parse_args(arguments)
     token = read_token(options.token_file)
     address = ListenAddress.parse(options.listen)
     address.require_token(token)
+    # Imported late: `control-api --help` need not wait for gRPC and the framework.
+    from control_api.named_targets import parse_targets
+
     settings = Settings(
         token=token,
+        targets=parse_targets(options.target),
         data_roots=tuple(root.absolute() for root in options.data_root),
         trainer_timeout=options.trainer_timeout,
         grace_seconds=options.grace_seconds,
@@ -50,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="control-api", description="REST control plane of Slipstream.")
     parser.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--database", default="sqlite:///slipstream.sqlite", metavar="URL", help="default: %(default)s")
+    parser.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME=ADDRESS",
+        help="a target server to register, or to give its new address; repeatable; default: the variable "
+        "SLIPSTREAM_TARGETS (NAME=ADDRESS,…)",
+    )
     parser.add_argument(
         "--data-root",
         type=Path,
@@ -82,14 +96,15 @@ def _seconds(text: str) -> float:
 
 
 def _serve(bound: socket.socket, url: str, settings: Settings) -> None:
-    # Imported late: `control-api --help` need not wait for the framework.
     import uvicorn
 
     from control_api.app import create_app
+    from control_api.named_targets import register_targets
     from control_api.store.database import Database
 
     database = Database(url)
     try:
+        register_targets(database, settings.targets, now=time.time())
         app = create_app(database, settings)
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_LEAVE_SECONDS

@@ -1,6 +1,7 @@
 """Deployment settings of the control plane: from flags, never stored."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -10,6 +11,8 @@ class Settings:
 
     token: str | None = None
     """Bearer token; the targets' too."""
+    targets: Mapping[str, str] = field(default_factory=dict)
+    """Target servers that are registered when the server starts: name → address."""
     data_roots: tuple[Path, ...] = ()
     """Files that a run names must lie in one of these; relative ones start at the first. Empty: absolute paths only."""
     heartbeat_seconds: float = 2.0
