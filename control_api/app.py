@@ -13,7 +13,7 @@ from control_api.feed import Feed
 from control_api.middleware import BearerToken, BodyRules, TraceId
 from control_api.prober import TargetProber
 from control_api.reconciler import Reconciler
-from control_api.routes import health, records, runs, targets, trainers
+from control_api.routes import health, recipes, records, runs, targets, trainers
 from control_api.settings import Settings
 from control_api.store.database import Database
 from slipstream import __version__
@@ -40,7 +40,7 @@ def create_app(
     if settings.token:
         app.add_middleware(BearerToken, token=settings.token)
     app.add_middleware(TraceId)
-    for module in (health, targets, records, runs, trainers):
+    for module in (health, targets, recipes, records, runs, trainers):
         app.include_router(module.router)
     describe_plainly = app.openapi
     app.openapi = lambda: _with_problem_type(describe_plainly())  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from control_api import lifecycle
+from control_api.model_match import other_model
 from control_api.placement import obstacle
 from control_api.settings import Settings
 from control_api.store import answers, events, runs, trainers
@@ -116,6 +117,8 @@ class Reconciler:
             return ""
         if run.target.status != "REACHABLE":
             return ""
+        if (wrong := other_model(run.spec, run.target)) is not None:
+            return wrong
         trainer, waits_for = self._choose(session, run, now)
         if trainer is None:
             return waits_for

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import recipes
 from control_api.schemas import RunCreate
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
@@ -46,7 +47,12 @@ def _no_run(message: str) -> SpecInvalidError:
 
 
 def _allowed(file: str, roots: tuple[Path, ...]) -> str:
-    """The absolute path of a file that a run names; the file itself is not looked at, it may lie on another host."""
+    """The absolute path of a file that a run names; the file itself is not looked at, it may lie on another host.
+
+    What ships with Slipstream is named as its recipes do, and may always be read.
+    """
+    if (shipped := recipes.data_file(file)) is not None:
+        return str(shipped)
     if not roots:
         if Path(file).is_absolute():
             return os.path.normpath(file)

@@ -134,8 +134,8 @@ class TargetPublic(Resource):
 class RunCreate(Body):
     """A run to start: a definition (`spec`) or a recipe (`recipe`, TOML), never both."""
 
-    target: Name
-    """A registered target."""
+    target: Name | None = None
+    """A registered target; default: the only one."""
     spec: JsonObject | None = None
     """The run definition as JSON; the schema RunSpec, read strictly."""
     recipe: Annotated[str, Field(max_length=200_000)] | None = None
@@ -149,6 +149,22 @@ class RunCreate(Body):
         if (self.spec is None) == (self.recipe is None):
             raise ValueError("give either spec or recipe")
         return self
+
+
+class RecipePublic(Resource):
+    """A run definition that ships with Slipstream."""
+
+    name: str
+    summary: str
+    """Its first line."""
+    text: str
+    """TOML, to be sent as `recipe` of a new run."""
+
+
+class RecipeList(Resource):
+    """All of them, sorted by name."""
+
+    recipes: list[RecipePublic]
 
 
 class RunUpdate(Body):

@@ -1,6 +1,7 @@
 """Run definitions that ship with Slipstream, one TOML per target and hardware, with the small data they need."""
 
 import difflib
+import os
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
@@ -29,3 +30,9 @@ def recipe_path(name: str) -> Path:
         reason=Reason.SPEC_INVALID,
         remedy=f"Did you mean {near[0]!r}?" if near else f"Shipped recipes: {', '.join(recipe_names())}.",
     )
+
+
+def data_file(name: str) -> Path | None:
+    """The shipped file that a recipe names relative to itself, or by its whole path; None when there is none."""
+    path = Path(os.path.normpath(_DIRECTORY / name))
+    return path if path in set((_DIRECTORY / "data").iterdir()) else None

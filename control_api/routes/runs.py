@@ -7,11 +7,13 @@ from sqlalchemy.orm import Session
 
 from control_api import lifecycle, views
 from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run, require_target
+from control_api.model_match import require_same_model
 from control_api.routes.responses import refusals
 from control_api.run_definition import define_run
 from control_api.schemas import RunCreate, RunDetail, RunList, RunUpdate
-from control_api.store import runs, trainers
+from control_api.store import runs, targets, trainers
 from control_api.store.database import touch
+from control_api.store.tables import Target
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import AT_REST, RunState, Verb
@@ -31,7 +33,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     spec = define_run(body, services.settings.data_roots)
 
     def create(session: Session) -> RunDetail:
-        target = require_target(session, body.target)
+        target = require_target(session, body.target) if body.target is not None else _only_target(session)
         if runs.find(session, spec.name) is not None:
             raise SlipstreamError(
                 f"There is a run {spec.name!r} already.",
@@ -39,6 +41,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
                 remedy="Choose another name (override name=…), or delete that run.",
             )
         definition = spec.model_dump(mode="json")
+        require_same_model(definition, target)
         return views.run_detail(
             session, runs.create(session, spec=definition, target=target, note=body.note, now=services.clock())
         )
@@ -75,7 +78,9 @@ def update_run(run: str, body: RunUpdate, services: ServicesDep, once: OnceDep) 
                     f"Run {run!r} is {state}; its target can change only in PENDING, STOPPED, FAILED and SUCCEEDED.",
                     state,
                 )
-            row.target = require_target(session, body.target)
+            target = require_target(session, body.target)
+            require_same_model(row.spec, target)
+            row.target = target
         if body.note is not None:
             row.note = body.note
         row.updated_at = services.clock()
@@ -118,6 +123,28 @@ def resume_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
 def stop_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
     """Save and give the trainer back; the run can be resumed later."""
     return _verb(run, Verb.STOP, services, once)
+
+
+def _only_target(session: Session) -> Target:
+    """The target that need not be named.
+
+    Raises:
+        SlipstreamError: TARGET_UNKNOWN, none is registered; REQUEST_INVALID, several are.
+    """
+    found = targets.every(session)
+    if not found:
+        raise SlipstreamError(
+            "No target is registered.",
+            reason=Reason.TARGET_UNKNOWN,
+            remedy='Start a target server and register it: POST /v1/targets {"name": …, "address": "HOST:PORT"}.',
+        )
+    if len(found) > 1:
+        raise SlipstreamError(
+            "Several targets are registered.",
+            reason=Reason.REQUEST_INVALID,
+            remedy=f"Give `target`, one of: {', '.join(one.name for one in found)}.",
+        )
+    return found[0]
 
 
 def _verb(name: str, verb: Verb, services: ServicesDep, once: OnceDep) -> Response:

@@ -6,6 +6,7 @@ from sqlalchemy.orm import Session
 from control_api import heartbeat, views
 from control_api.dependencies import OnceDep, PageDep, Services, ServicesDep, require_run, require_trainer
 from control_api.lifecycle import TRAINERS_PER_RUN, TransitionIllegalError
+from control_api.model_match import require_same_model
 from control_api.placement import obstacle
 from control_api.routes.responses import refusals
 from control_api.store import runs, trainers
@@ -173,6 +174,7 @@ def _attach(session: Session, trainer: Trainer, run: Run, services: Services) ->
             reason=Reason.RUN_HAS_TRAINER,
             remedy="Detach that one first.",
         )
+    require_same_model(run.spec, run.target)
     if (unfit := obstacle(run, trainer)) is not None:
         raise SlipstreamError(unfit, reason=Reason.TRAINER_UNSUITABLE, remedy="Choose another trainer.")
     for assignment in held:

@@ -69,6 +69,14 @@ class Desk:
                 row = targets.add(session, name=name, address="127.0.0.1:1", now=self.clock())
             row.status, row.detail = status, "" if status == "REACHABLE" else "away"
 
+    def serves(self, model: str, revision: str | None, name: str = "local") -> None:
+        """The target answers, and says which model it serves."""
+        self.target(name)
+        with self.services.database.write() as session:
+            row = targets.find(session, name)
+            assert row is not None
+            row.model, row.revision = model, revision
+
     def run(self, name: str = "demo", **changes: Any) -> dict[str, Any]:
         """A new run."""
         spec = copy.deepcopy(SPEC) | {"name": name} | changes

@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+import recipes
 from control_api.dependencies import Services
 from control_api.settings import Settings
 from control_api.store import runs
@@ -131,6 +132,81 @@ def test_unknown_target(client: TestClient) -> None:
     assert "'other'" in body["detail"]
 
 
+def test_the_only_target_need_not_be_named(client: TestClient, desk: Desk) -> None:
+    assert desk.post("/v1/runs", {"spec": SPEC}, status=201)["target"] == "local"
+    desk.target("other")
+    body = assert_problem(client.post("/v1/runs", json={"spec": SPEC | {"name": "b"}}), 422, "REQUEST_INVALID")
+    assert "one of: local, other" in body["detail"]
+
+
+def test_without_any_target(client: TestClient, desk: Desk) -> None:
+    assert client.delete("/v1/targets/local").status_code == 204
+    body = assert_problem(client.post("/v1/runs", json={"spec": SPEC}), 404, "TARGET_UNKNOWN")
+    assert "POST /v1/targets" in body["detail"]
+
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "served", "refused"),
+    [
+        ({}, ("some/model", COMMIT), False),
+        ({}, ("Some/Model", COMMIT), False),
+        ({}, ("other/model", COMMIT), True),
+        ({"revision": COMMIT}, ("some/model", COMMIT), False),
+        ({"revision": COMMIT[::-1]}, ("some/model", COMMIT), True),
+        ({"revision": "main"}, ("some/model", COMMIT), False),
+        ({"revision": COMMIT}, ("some/model", None), False),
+        ({}, ("model", None), False),  # a directory of that name, perhaps a copy
+        ({}, ("weights.gguf", None), False),
+        ({"model": "/models/a"}, ("other/model", COMMIT), False),
+        ({"model": "./a/b"}, ("other/model", COMMIT), False),
+        ({"model": "files/a.gguf"}, ("other/model", COMMIT), False),
+        ({"model": "gpt2"}, ("other/model", COMMIT), False),
+    ],
+)
+def test_only_what_is_surely_another_model_is_refused(
+    client: TestClient, desk: Desk, wanted: dict[str, str], served: tuple[str, str | None], refused: bool
+) -> None:
+    desk.target("other")
+    desk.serves(*served)
+    spec = SPEC | {"target": SPEC["target"] | wanted}
+    created = client.post("/v1/runs", json={"target": "local", "spec": spec})
+    if refused:
+        body = assert_problem(created, 409, "TARGET_INCOMPATIBLE")
+        assert f"target.model={served[0]}" in body["detail"]
+        desk.post("/v1/runs", {"target": "other", "spec": spec}, status=201)
+        assert_problem(client.patch("/v1/runs/demo", json={"target": "local"}), 409, "TARGET_INCOMPATIBLE")
+    else:
+        assert created.status_code == 201
+
+
+def test_a_target_that_turns_out_to_be_another_model(client: TestClient, desk: Desk) -> None:
+    desk.run()
+    desk.serves("other/model", COMMIT)
+    desk.trainer()
+    desk.reconcile()
+    [condition] = desk.get("runs/demo")["conditions"]
+    assert condition["message"] == "Target 'local' serves other/model, the run is defined for some/model."
+    assert_problem(client.post("/v1/trainers/t1:attach", json={"run": "demo"}), 409, "TARGET_INCOMPATIBLE")
+    desk.serves("some/model", COMMIT)
+    desk.reconcile()
+    assert desk.state() == "STARTING"
+
+
+def test_every_shipped_recipe_makes_a_run(desk: Desk) -> None:
+    shipped = desk.get("recipes")["recipes"]
+    assert [one["name"] for one in shipped] == list(recipes.recipe_names())
+    for one in shipped:
+        assert 20 < len(one["summary"]) < 200
+        assert not one["summary"].startswith("#")
+        overrides = [] if "data/" in one["text"] else ['data.files=["/data/a.jsonl"]']
+        run = desk.post("/v1/runs", {"recipe": one["text"], "overrides": overrides}, status=201)
+        assert run["name"] == one["name"]
+        assert overrides or all(Path(file).is_file() for file in run["spec"]["data"]["files"])
+
+
 def test_names_are_unique(client: TestClient, desk: Desk) -> None:
     desk.run()
     assert_problem(client.post("/v1/runs", json={"target": "local", "spec": SPEC}), 409, "NAME_TAKEN")
@@ -152,6 +228,9 @@ def test_relative_files_need_a_root(client: TestClient, file: str) -> None:
         ("/etc/passwd", None),
         ("/data/one/../../etc/passwd", None),
         ("/data/oneself/a.jsonl", None),
+        ("data/demo_conversations.jsonl.gz", str(Path(recipes.__file__).parent / "data/demo_conversations.jsonl.gz")),
+        ("data/../__init__.py", "/data/one/__init__.py"),
+        ("data/" + "x" * 5000, "/data/one/data/" + "x" * 5000),
     ],
 )
 def test_files_stay_inside_the_roots(app: FastAPI, client: TestClient, file: str, found: str | None) -> None:
