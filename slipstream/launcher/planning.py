@@ -1,0 +1,320 @@
+"""From what a command line said, and what the machine has, to a stack; nothing is started, nothing is written."""
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.launcher.stack import API, TARGET, ApiPart, Stack, TargetPart, TrainerPart, free_name, require_device
+from slipstream.listen import ListenAddress
+from slipstream.machine_probe import probe_torch, usable_cores
+from slipstream.packaged_model import RECIPE, given_model, packaged_model
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+
+API_LISTEN = "127.0.0.1:8080"
+TARGET_LISTEN = "127.0.0.1:50051"
+TARGET_NAME = "local"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a person asked for; None and empty: nothing was said, the default holds."""
+
+    recipe: str | None = None
+    """A file, or the name of a recipe that ships. Only its target is served: runs bring their own settings."""
+    model: str | None = None
+    overrides: tuple[str, ...] = ()
+    listen: str | None = None
+    target_listen: str | None = None
+    trainers: int | None = None
+    target_device: str | None = None
+    trainer_devices: tuple[str, ...] = ()
+    no_target: bool = False
+    data_roots: tuple[Path, ...] = ()
+    token_file: Path | None = None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether it is all defaults."""
+        return self == Wanted()
+
+    @property
+    def names_a_target(self) -> bool:
+        """Whether it says which model to serve."""
+        return self.recipe is not None or self.model is not None or bool(self.overrides)
+
+    @property
+    def places(self) -> bool:
+        """Whether it says where anything runs."""
+        return self.trainers is not None or self.target_device is not None or bool(self.trainer_devices)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who computes where, with how many CPU threads."""
+
+    target: str
+    target_threads: int | None
+    trainers: tuple[str, ...]
+    trainer_threads: int | None
+
+
+def plan_stack(wanted: Wanted, before: Stack | None, *, working_directory: Path) -> Stack:
+    """The stack that is wanted.
+
+    Naming a recipe, a model or an override asks for a new stack; else the one from before, with the rest that is said
+    changed; else the demo's.
+
+    Args:
+        wanted: of the command line.
+        before: stack.json of the home.
+        working_directory: runs may name files in it.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID; MODEL_INVALID; ENVIRONMENT_UNSUPPORTED, a device that is not there.
+    """
+    _check(wanted)
+    begins_target = before is not None and before.target is None and (wanted.target_device or wanted.target_listen)
+    base = None if wanted.names_a_target or begins_target else before
+    if base is None:
+        model, roots = (None, ()) if wanted.no_target else resolve_target(wanted)
+        roots = (*roots, str(working_directory))
+    else:
+        model = base.target.model if base.target and not wanted.no_target else None
+        roots = base.data_roots
+    token_file = str(wanted.token_file.absolute()) if wanted.token_file else before.token_file if before else None
+    stack = Stack(
+        api=ApiPart(listen=_listen(wanted.listen, base.api.listen if base else API_LISTEN), address=""),
+        target=None,
+        trainers=base.trainers if base else (),
+        data_roots=tuple(dict.fromkeys((*roots, *(str(root.absolute()) for root in wanted.data_roots)))),
+        confined=bool(wanted.data_roots) or (base is not None and base.confined),
+        token_file=token_file,
+    )
+    return _placed(stack, wanted, base, model)
+
+
+def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
+    """The model to serve, and the directories that its recipe names files in (its own first).
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, MODEL_INVALID.
+    """
+    from recipes import recipe_path
+
+    overrides = list(wanted.overrides)
+    if wanted.model is not None:
+        overrides.insert(0, f"target.model={given_model(wanted.model)}")
+    elif wanted.recipe is None:
+        overrides.insert(0, f"target.model={packaged_model()}")
+    name = wanted.recipe or RECIPE
+    is_name = "/" not in name and not Path(name).exists()
+    path = recipe_path(name) if is_name else Path(name)
+    spec = load_recipe(path, overrides).spec
+    files = (*spec.data.files, *([spec.eval.prompts] if spec.eval.prompts else []))
+    places = (str(path.absolute().parent), *(str(Path(file).parent) for file in files))
+    return spec.target, tuple(dict.fromkeys(places))
+
+
+def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
+    """Who computes where.
+
+    On a CPU both share the cores: more threads than cores would make each wait for the other. One GPU is shared too;
+    of several, the first is the target's and each other one has a trainer.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
+    """
+    target = wanted.target_device or ("cuda:0" if num_gpus else "cpu")
+    if wanted.trainer_devices:
+        trainers = wanted.trainer_devices
+    else:
+        taken = None if wanted.no_target or num_gpus == 1 else _index(target)
+        free = [f"cuda:{number}" for number in range(num_gpus) if number != taken] or ["cpu"]
+        count = wanted.trainers if wanted.trainers is not None else len(free)
+        trainers = tuple(free[number % len(free)] for number in range(count))
+    for device in (target, *trainers):
+        _require_present(device, num_gpus)
+    on_cpu = sum(device == "cpu" for device in trainers)
+    target_threads = None
+    if target == "cpu" and not wanted.no_target:
+        target_threads = max(1, cores // 2) if on_cpu else cores
+    rest = cores - (target_threads or 0)
+    return Placement(target, target_threads, trainers, max(1, rest // on_cpu) if on_cpu else None)
+
+
+def differences(wanted: Wanted, running: Stack) -> list[str]:
+    """What is said and is not so in a stack that runs, each in words.
+
+    Raises:
+        SlipstreamError: what is said makes no sense.
+    """
+    _check(wanted)
+    target = running.target
+    model = resolve_target(wanted)[0] if wanted.names_a_target and not wanted.no_target else None
+    devices = tuple(trainer.device for trainer in running.trainers)
+    roots = {str(root.absolute()) for root in wanted.data_roots}
+    said = {
+        "the target is another": model is not None and (target is None or target.model != model),
+        f"--listen {wanted.listen}": wanted.listen not in (None, running.api.listen, running.api.address),
+        f"--target-listen {wanted.target_listen}": wanted.target_listen is not None
+        and (target is None or wanted.target_listen not in (target.listen, target.address)),
+        f"--target-device {wanted.target_device}": wanted.target_device is not None
+        and (target is None or target.device != wanted.target_device),
+        f"--trainers {wanted.trainers}": wanted.trainers not in (None, len(devices)),
+        f"--trainer-devices {','.join(wanted.trainer_devices)}": bool(wanted.trainer_devices)
+        and wanted.trainer_devices != devices,
+        "--no-target": wanted.no_target and target is not None,
+        "--data-root": not roots <= set(running.data_roots),
+        "--token-file": wanted.token_file is not None and str(wanted.token_file.absolute()) != running.token_file,
+    }
+    return [words for words, differs in said.items() if differs]
+
+
+def choose_address(listen: str, before: str | None) -> str:
+    """HOST:PORT to use for one that was asked for: port 0 keeps the port it got before, while that is free.
+
+    Raises:
+        SlipstreamError: PORT_IN_USE; SPEC_INVALID, the host is not of this machine.
+    """
+    address = ListenAddress.parse(listen)
+    if address.port:
+        address.bind().close()
+        return str(address)
+    if before is not None and _is_free(ListenAddress.parse(before)):
+        return before
+    # Not a port that the system gives to outgoing connections: it would be lost while the process restarts, even to a
+    # client that tries to reach just this process.
+    for port in random.sample(range(20000, 32768), 200):
+        if _is_free(candidate := ListenAddress(address.host, port)):
+            return str(candidate)
+    with address.bind() as bound:
+        return str(ListenAddress(address.host, bound.getsockname()[1]))
+
+
+def with_addresses(stack: Stack, before: Stack | None, is_ours: Callable[[str], bool]) -> Stack:
+    """The stack with the addresses that its services will really use.
+
+    Args:
+        stack: as planned.
+        before: stack.json of the home; its ports are kept where they still fit.
+        is_ours: whether the process of this name is still alive, and so holds the address it had before.
+
+    Raises:
+        SlipstreamError: PORT_IN_USE; SPEC_INVALID, the host is not of this machine.
+    """
+
+    def settle(part: ApiPart | TargetPart, earlier: ApiPart | TargetPart | None, name: str) -> dict[str, str]:
+        kept = earlier.address if earlier and earlier.listen == part.listen else None
+        if kept is not None and is_ours(name):
+            return {"address": kept}
+        return {"address": choose_address(part.listen, kept)}
+
+    api = stack.api.model_copy(update=settle(stack.api, before.api if before else None, API))
+    if stack.target is None:
+        return stack.model_copy(update={"api": api})
+    target = stack.target.model_copy(update=settle(stack.target, before.target if before else None, TARGET))
+    if ListenAddress.parse(target.address).port == ListenAddress.parse(api.address).port:
+        raise SlipstreamError(
+            f"control API and target server would both listen on port {ListenAddress.parse(api.address).port}",
+            reason=Reason.PORT_IN_USE,
+            remedy="Give them different ports with --listen and --target-listen.",
+        )
+    return stack.model_copy(update={"api": api, "target": target})
+
+
+def visible_gpu(device: str) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a process that shall see only this one, `cuda` or `cuda:N`."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    index = _index(device) or 0
+    return visible[index] if index < len(visible) else str(index)
+
+
+def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec | None) -> Stack:
+    """The stack with target and trainers: where they were before if nothing is said of that, else newly placed."""
+    before = base.target if base else None
+    if base is not None and not wanted.places and (before is None) == (model is None):
+        device, threads = (before.device, before.threads) if before else ("", None)
+    else:
+        placement = place(wanted, num_gpus=_count_gpus(wanted), cores=usable_cores())
+        stack = stack.model_copy(update={"trainers": _trainers(placement)})
+        device, threads = placement.target, placement.target_threads
+    if model is None:
+        return stack
+    listen = _listen(wanted.target_listen, before.listen if before else TARGET_LISTEN)
+    target = TargetPart(name=TARGET_NAME, listen=listen, address="", model=model, device=device, threads=threads)
+    return stack.model_copy(update={"target": target})
+
+
+def _count_gpus(wanted: Wanted) -> int:
+    """GPUs that torch sees; asking takes seconds, so it is not asked where everything is said to be on the CPU."""
+    devices = {*wanted.trainer_devices, wanted.target_device or "", "cpu" if wanted.no_target else ""} - {""}
+    all_said = bool(wanted.trainer_devices or wanted.trainers == 0) and bool(wanted.target_device or wanted.no_target)
+    return 0 if all_said and devices == {"cpu"} else len(probe_torch().gpus)
+
+
+def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
+    trainers: list[TrainerPart] = []
+    for device in placement.trainers:
+        name = free_name(device, [one.name for one in trainers])
+        threads = placement.trainer_threads if device == "cpu" else None
+        trainers.append(TrainerPart(name=name, device=device, threads=threads))
+    return tuple(trainers)
+
+
+def _check(wanted: Wanted) -> None:
+    """Refuse what makes no sense, before anything is asked or read."""
+    for device in (*wanted.trainer_devices, *([wanted.target_device] if wanted.target_device else [])):
+        require_device(device)
+    if wanted.trainers is not None and wanted.trainer_devices and wanted.trainers != len(wanted.trainer_devices):
+        raise SlipstreamError(
+            f"--trainers is {wanted.trainers}, --trainer-devices names {len(wanted.trainer_devices)}",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give one of the two.",
+        )
+    if wanted.no_target and (wanted.names_a_target or wanted.target_device or wanted.target_listen):
+        raise SlipstreamError(
+            "--no-target, and yet something is said of the target",
+            reason=Reason.SPEC_INVALID,
+            remedy="Leave out one of the two.",
+        )
+    for flag, text in (("--listen", wanted.listen), ("--target-listen", wanted.target_listen)):
+        if text is not None:
+            try:
+                ListenAddress.parse(text)
+            except SlipstreamError as error:
+                raise SlipstreamError(
+                    f"{flag} is {text!r}, expected HOST:PORT", reason=error.reason, remedy=error.remedy
+                ) from error
+
+
+def _listen(said: str | None, otherwise: str) -> str:
+    return otherwise if said is None else said
+
+
+def _require_present(device: str, num_gpus: int) -> None:
+    index = _index(device)
+    if index is not None and index >= num_gpus:
+        found = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+        raise SlipstreamError(
+            f"{device} is asked for, but torch sees {found}",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="`slipstream doctor` says what there is; GPUs count from cuda:0.",
+        )
+
+
+def _index(device: str) -> int | None:
+    """Number of a GPU; None for the CPU."""
+    return int(device.partition(":")[2] or 0) if device.startswith("cuda") else None
+
+
+def _is_free(address: ListenAddress) -> bool:
+    try:
+        address.bind().close()
+    except SlipstreamError:
+        return False
+    return True

