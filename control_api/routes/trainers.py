@@ -65,6 +65,30 @@ def get_trainer(trainer: str, services: ServicesDep) -> TrainerPublic:
         return _view(require_trainer(session, trainer), services)
 
 
+@router.delete("/{trainer}", operation_id="delete_trainer", status_code=204, responses=refusals(404, 409))
+def delete_trainer(trainer: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Forget a trainer that is LOST and has no run. One that comes back registers itself anew."""
+
+    def delete(session: Session) -> None:
+        row = require_trainer(session, trainer)
+        held = trainers.open_assignment(session, row)
+        if held is not None:
+            raise SlipstreamError(
+                f"Trainer {trainer!r} holds run {held.run.name!r}.",
+                reason=Reason.TRAINER_BUSY,
+                remedy="Detach it, or stop the run.",
+            )
+        if not services.reconciler.is_lost(row, services.clock()):
+            raise SlipstreamError(
+                f"Trainer {trainer!r} is heard of; only one that is LOST can be forgotten.",
+                reason=Reason.TRAINER_BUSY,
+                remedy=f"End its process, then wait {services.settings.trainer_timeout:g} s.",
+            )
+        trainers.forget(row)
+
+    return once(delete, status=204)
+
+
 @router.post("/{trainer}:heartbeat", operation_id="heartbeat_trainer", responses=refusals(404, 409))
 def heartbeat_trainer(trainer: str, body: HeartbeatReport, services: ServicesDep) -> HeartbeatAnswer:
     """The agent says what it does and reads what it should do."""
@@ -134,8 +158,7 @@ def _register(session: Session, body: TrainerRegister, services: Services) -> Tr
     if row is not None and row.instance_id != body.instance_id and not services.reconciler.is_lost(row, now):
         raise _name_taken(row)
     if row is None:
-        row = Trainer(name=body.name, registered_at=now)
-        session.add(row)
+        row = trainers.find_or_new(session, body.name, now=now)
     elif row.storage != body.storage and (held := trainers.open_assignment(session, row)) is not None:
         # What it worked on lies on another storage.
         trainers.end_assignment(session, held, reason="REPLACED", now=now)

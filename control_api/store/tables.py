@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -109,6 +109,8 @@ class Trainer(Table):
     devices: Mapped[list[Any]]
     versions: Mapped[dict[str, Any]]
     leaving: Mapped[bool] = mapped_column(default=False)
+    forgotten: Mapped[bool] = mapped_column(default=False, server_default=text("0"))
+    """Deleted: the row stays for the attempts that name it, and comes back when the trainer does."""
     registered_at: Mapped[float]
     last_seen_at: Mapped[float]
 

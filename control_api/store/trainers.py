@@ -11,17 +11,37 @@ from control_api.store.tables import Assignment, Run, Trainer
 
 def find(session: Session, name: str) -> Trainer | None:
     """By name."""
-    return session.scalar(select(Trainer).where(Trainer.name == name))
+    return session.scalar(select(Trainer).where(Trainer.name == name, ~Trainer.forgotten))
+
+
+def find_or_new(session: Session, name: str, *, now: float) -> Trainer:
+    """The row for a trainer that registers: its own, also when it was forgotten meanwhile, or a new one."""
+    row = session.scalar(select(Trainer).where(Trainer.name == name))
+    if row is None:
+        row = Trainer(name=name, registered_at=now)
+        session.add(row)
+    elif row.forgotten:
+        row.forgotten, row.registered_at = False, now
+    return row
+
+
+def forget(trainer: Trainer) -> None:
+    """Show it no more, and give it nothing, until it registers again; its attempts keep its name."""
+    trainer.forgotten = True
 
 
 def page(session: Session, *, after: int, size: int) -> Sequence[Trainer]:
     """In the order of their first registration."""
-    return session.scalars(select(Trainer).where(Trainer.id > after).order_by(Trainer.id).limit(size)).all()
+    return session.scalars(
+        select(Trainer).where(Trainer.id > after, ~Trainer.forgotten).order_by(Trainer.id).limit(size)
+    ).all()
 
 
 def unoccupied(session: Session) -> Sequence[Trainer]:
     """Trainers without an open assignment, those that registered first come first."""
-    return session.scalars(select(Trainer).where(~Trainer.assignments.any()).order_by(Trainer.id)).all()
+    return session.scalars(
+        select(Trainer).where(~Trainer.assignments.any(), ~Trainer.forgotten).order_by(Trainer.id)
+    ).all()
 
 
 def open_assignment(session: Session, trainer: Trainer) -> Assignment | None:

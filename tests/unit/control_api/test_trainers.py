@@ -341,3 +341,38 @@ def test_oldest_run_first(desk: Desk) -> None:
     desk.trainer()
     desk.reconcile()
     assert (desk.state("b"), desk.state("a")) == ("STARTING", "PENDING")
+
+
+def test_only_a_lost_trainer_without_a_run_is_forgotten(client: TestClient, desk: Desk) -> None:
+    work = desk.running()
+    path = "/v1/trainers/t1"
+    body = assert_problem(client.delete(path), 409, "TRAINER_BUSY")
+    assert "holds run 'demo'" in body["detail"]
+    desk.clock.forward(16)
+    assert_problem(client.delete(path), 409, "TRAINER_BUSY")
+    desk.beat("t1", report(work, "SUCCEEDED"))
+    body = assert_problem(client.delete(path), 409, "TRAINER_BUSY")
+    assert "heard of" in body["detail"]
+    desk.clock.forward(16)
+    assert client.delete(path).status_code == 204
+    assert_problem(client.delete(path), 404, "TRAINER_UNKNOWN")
+    assert_problem(client.get(path), 404, "TRAINER_UNKNOWN")
+    assert desk.get("trainers")["trainers"] == []
+    assert_problem(client.post(f"{path}:heartbeat", json={"instance_id": "t1-1"}), 404, "TRAINER_UNKNOWN")
+    assert_problem(client.post(f"{path}:attach", json={"run": "demo"}), 404, "TRAINER_UNKNOWN")
+
+
+def test_a_forgotten_trainer_gets_nothing_until_it_registers_again(client: TestClient, desk: Desk) -> None:
+    work = desk.running()
+    desk.verb("stop")
+    desk.beat("t1", report(work, "STOPPED"))
+    desk.clock.forward(16)
+    assert client.delete("/v1/trainers/t1").status_code == 204
+    desk.verb("resume")
+    desk.reconcile()
+    assert desk.state() == "PENDING"
+    back = desk.trainer("t1", instance_id="another", storage="disk-2")
+    assert back["registered_at"] == back["last_seen_at"], "a name that is free again"
+    desk.reconcile()
+    assignment = desk.beat("t1", instance_id="another")["assignment"]
+    assert assignment["attempt"] == 2, "the log of the first attempt is not written to again"
