@@ -13,7 +13,7 @@ from control_api.feed import Feed
 from control_api.middleware import BearerToken, BodyRules, TraceId
 from control_api.prober import TargetProber
 from control_api.reconciler import Reconciler
-from control_api.routes import health, recipes, records, runs, targets, trainers
+from control_api.routes import dashboard, health, recipes, records, runs, targets, trainers
 from control_api.settings import Settings
 from control_api.store.database import Database
 from slipstream import __version__
@@ -42,6 +42,7 @@ def create_app(
     app.add_middleware(TraceId)
     for module in (health, targets, recipes, records, runs, trainers):
         app.include_router(module.router)
+    dashboard.install(app)
     describe_plainly = app.openapi
     app.openapi = lambda: _with_problem_type(describe_plainly())  # type: ignore[method-assign]
     return app

@@ -9,8 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_api.problems import TRACE_HEADER, TRACE_KEY, Extras, problem
 
-# Probes of an orchestrator carry no token.
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+# Probes of an orchestrator carry no token, nor does a browser that opens a page: the page asks for it.
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/", "/dashboard"})
+OPEN_PREFIX = "/dashboard/"
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _MOST_DRAINED_BYTES = 2**28
@@ -39,7 +40,7 @@ class TraceId:
 
 
 class BearerToken:
-    """Every path but the probes asks for `Authorization: Bearer TOKEN`."""
+    """Every path but the probes and the dashboard's files asks for `Authorization: Bearer TOKEN`."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -47,7 +48,7 @@ class BearerToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not secrets.compare_digest(given, self._expected):
                 detail = "This server asks for a token: send 'Authorization: Bearer TOKEN'."
@@ -55,6 +56,10 @@ class BearerToken:
                 await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 class BodyRules:

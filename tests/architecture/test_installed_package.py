@@ -26,6 +26,6 @@ def test_imported_from_site_packages(package: str) -> None:
 @pytest.mark.parametrize("package", PRODUCT)
 def test_every_file_is_in_the_wheel(package: str) -> None:
     files = [path.relative_to(ROOT) for path in (ROOT / package).rglob("*") if path.is_file()]
-    suffixes = {".py", ".toml", ".txt", ".jsonl", ".gz"}
+    suffixes = {".py", ".toml", ".txt", ".jsonl", ".gz", ".html", ".js", ".css", ".svg"}
     wanted = [path for path in files if "__pycache__" not in path.parts and path.suffix in suffixes]
     assert not [str(path) for path in wanted if not (SITE_PACKAGES / path).is_file()]
