@@ -6,8 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from sqlalchemy.exc import SQLAlchemyError
-
+from control_api.background import BackgroundThread
 from control_api.schemas import TargetStatus
 from control_api.settings import Settings
 from control_api.store import targets
@@ -81,41 +80,19 @@ def _absent(waits: list[Reason], address: str, deadline: float) -> Finding:
     return Finding(status, f"The target server at {address} {words.get(status, 'does not answer.')}")
 
 
-class TargetProber:
-    """One thread that asks all targets every `settings.probe_seconds`, and at once when it is woken."""
+class TargetProber(BackgroundThread):
+    """Asks all targets every `settings.probe_seconds`, and when it is woken."""
 
     def __init__(self, database: Database, settings: Settings, clock: Callable[[], float]) -> None:
+        super().__init__("target-prober", self.probe_all, seconds=settings.probe_seconds)
         self._database = database
         self._settings = settings
         self._clock = clock
-        self._wake = threading.Event()
-        self._stopping = threading.Event()
         self._on_change: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._work, name="target-prober", daemon=True)
-
-    @property
-    def is_alive(self) -> bool:
-        """False before `start`, after `stop`, and when a defect has ended the thread."""
-        return self._thread.is_alive()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` when a target has changed."""
         self._on_change.append(listener)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Ask all of them now."""
-        self._wake.set()
-
-    def stop(self) -> None:
-        """End the thread; idempotent."""
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def probe_all(self) -> None:
         """Ask every target and store what it said.
@@ -149,15 +126,6 @@ class TargetProber:
             log_event(_log, "info", "target_probed", target=name, status=finding.status, detail=finding.detail)
             for listener in self._on_change:
                 listener()
-
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self.probe_all()
-            except (SlipstreamError, SQLAlchemyError) as error:
-                log_event(_log, "error", "probe_failed", error=str(error))
-            self._wake.wait(self._settings.probe_seconds)
-            self._wake.clear()
 
 
 def _copy(finding: Finding, target: Target) -> None:

@@ -4,60 +4,32 @@ Level-triggered: each pass looks at what is stored and at the clock, never at wh
 may be stopped at any point and started again.
 """
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from control_api import lifecycle
+from control_api.background import BackgroundThread
 from control_api.model_match import other_model
 from control_api.placement import obstacle
 from control_api.settings import Settings
 from control_api.store import answers, events, runs, trainers
 from control_api.store.database import Database
 from control_api.store.tables import Assignment, Run, Trainer
-from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import AT_REST, WORKING, Condition, RunEvent, RunState
-from slipstream.telemetry.logs import log_event
-
-_log = logging.getLogger(__name__)
 
 
-class Reconciler:
-    """One thread; `wake` makes it look at once, else it looks every `settings.reconcile_seconds`."""
+class Reconciler(BackgroundThread):
+    """Looks every `settings.reconcile_seconds`, and after every change of a run."""
 
     def __init__(self, database: Database, settings: Settings, clock: Callable[[], float]) -> None:
+        super().__init__("reconciler", self.reconcile, seconds=settings.reconcile_seconds)
         self._database = database
         self._settings = settings
         self._clock = clock
         self._started_at = clock()
-        self._wake = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="reconciler", daemon=True)
         database.add_listener(lambda _runs: self.wake())
-
-    @property
-    def is_alive(self) -> bool:
-        """False before `start`, after `stop`, and when a defect has ended the thread."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Something may have changed."""
-        self._wake.set()
-
-    def stop(self) -> None:
-        """End the thread; idempotent."""
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def is_lost(self, trainer: Trainer, now: float) -> bool:
         """Whether the trainer has been silent for too long."""
@@ -78,18 +50,6 @@ class Reconciler:
             answers.forget_old(session, now=now)
             for run in runs.unsettled(session):
                 self._reconcile_run(session, run, now)
-
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(self._settings.reconcile_seconds)
-            self._wake.clear()
-            if self._stopping.is_set():
-                return
-            try:
-                self.reconcile()
-            except (SlipstreamError, SQLAlchemyError) as error:
-                # The next pass looks at everything again.
-                log_event(_log, "error", "reconcile_failed", error=str(error))
 
     def _reconcile_run(self, session: Session, run: Run, now: float) -> None:
         self._end_what_is_over(session, run, now)
