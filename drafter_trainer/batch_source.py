@@ -317,7 +317,7 @@ class BatchSource:
         self._said_state = state
 
 
-def payload_shapes(feature_names: Sequence[str], pack_tokens: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
+def payload_shapes(hidden_states: Sequence[str], pack_tokens: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a step reads of a pack."""
     rows = dict.fromkeys(("input_ids", "loss_mask", "document_ids", "position_ids"), (pack_tokens,))
-    return {**rows, **dict.fromkeys(feature_names, (pack_tokens, hidden_size))}
+    return {**rows, **dict.fromkeys(hidden_states, (pack_tokens, hidden_size))}

@@ -1,12 +1,13 @@
-"""Step 11 of a pack's path: cross-entropy over counted slots in chunks, with the head's gradient formed in the forward.
+"""Step 11 of a pack's path: the loss over counted slots in chunks, with the head's gradient formed in the forward.
 
 The head is frozen, so a chunk of logits is needed once: its softmax gives loss and gradient together, and the gradient
-of the hidden states is two head products in all where autograd would need three. `[A·B, V]` never exists.
+of the hidden states is two head products in all where autograd would need three. `[A·B, V]` never exists, of the
+drafter or of the target.
 
 Shapes: A anchors, B block size, S = B - 1 predicted slots, D hidden size, V vocabulary, N blocks of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,14 +15,20 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import BlockTargets
+from drafter_trainer.objectives import SlotInput, SlotStatistics, slot_statistics
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
-from slipstream.run_spec.spec import LossSpec
+from drafter_trainer.target_states import TargetStates
+from slipstream.run_spec.spec import LossSpec, ObjectiveName
 
 _CPU_LOGITS_BYTES = 64 << 20
 _CUDA_LOGITS_BYTES = 2 << 30
 _CUDA_LOGITS_SHARE = 64
 _BYTES_PER_LOGIT = 8
-"""Logits and their gradient at once, with what the softmax needs besides."""
+"""Cross-entropy alone: logits and their gradient at once, with what the softmax needs besides."""
+_BYTES_PER_LOGIT_WITH_TARGET = 32
+"""Two distributions and their logarithms, the gradient, and an objective's intermediates."""
+_LK_ETA = 3.0
+"""The setting that the LK losses' paper recommends (arXiv 2602.23881)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,9 @@ class LossConfig:
     logit_soft_cap: float | None
     only_counted_rows: bool
     """Send counted rows alone through the head: less work, but shapes that vary, so on CPU only."""
+    objective: Mapping[ObjectiveName, float]
+    """Names and weights; see `objectives`."""
+    lk_eta: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class LossSums:
     """Sums over one pack, on its device; nothing waits for the host. A step's loss is Σ numerator / Σ weight."""
 
     numerator: Tensor
-    """Weighted cross-entropy, float32 []; the one that carries gradients."""
+    """Weighted objective, float32 []; the one that carries gradients."""
     weight: Tensor
     """Σ of the slot weights (dpace: number of counted slots), float32 []."""
     slot_correct: Tensor
@@ -57,16 +67,18 @@ class LossSums:
 
 
 class ChunkInput(NamedTuple):
-    """What `loss_of_chunk` reads besides the head: hidden [N, S, D]; labels int64, counted bool, weights [N, S]."""
+    """What `loss_of_chunk` reads besides the head: hidden [N, S, D]; labels int64, counted bool, weights [N, S]; the
+    target's hidden states [N, S, D], or None where the objective is cross-entropy alone."""
 
     hidden: Tensor
     labels: Tensor
     counted: Tensor
     weights: Tensor
+    target: Tensor | None
 
 
 class ChunkResult(NamedTuple):
-    """Σ weighted cross-entropy []; its gradient [N, S, D] in the dtype of hidden; correct bool [N, S]."""
+    """Σ weighted objective []; its gradient [N, S, D] in the dtype of hidden; correct bool [N, S]."""
 
     numerator: Tensor
     gradient: Tensor
@@ -90,7 +102,8 @@ def resolve_loss_config(
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             budget = min(_CUDA_LOGITS_BYTES, total // _CUDA_LOGITS_SHARE)
-        rows = budget // (_BYTES_PER_LOGIT * vocab_size)
+        per_logit = _BYTES_PER_LOGIT_WITH_TARGET if spec.needs_target_distribution else _BYTES_PER_LOGIT
+        rows = budget // (per_logit * vocab_size)
     return LossConfig(
         slot_weights=spec.slot_weights,
         block_size=block_size,
@@ -99,70 +112,41 @@ def resolve_loss_config(
         dpace_alpha=spec.dpace_alpha,
         logit_soft_cap=logit_soft_cap,
         only_counted_rows=device.type == "cpu",
+        objective=spec.objective,
+        lk_eta=spec.lk_eta or _LK_ETA,
     )
 
 
 def loss_of_chunk(chunk: ChunkInput, head_weight: Tensor, config: LossConfig) -> ChunkResult:
     """Loss and gradient of whole blocks: fixed shapes, no host sync, fit to be compiled as it stands."""
-    cross_entropy, correct, gradient_of = _softmax_statistics(
-        chunk.hidden.flatten(0, 1), chunk.labels.flatten(), head_weight, config.logit_soft_cap
-    )
-    cross_entropy = cross_entropy.view_as(chunk.weights)
-    weights = _final_weights(cross_entropy, chunk, config)
-    gradient = gradient_of(weights.flatten()).view_as(chunk.hidden)
-    return ChunkResult((weights * cross_entropy).sum(), gradient, correct.view_as(chunk.counted) & chunk.counted)
+    target = None if chunk.target is None else chunk.target.flatten(0, 1)
+    slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1), chunk.labels.flatten(), target), head_weight, config)
+    weights = _final_weights(slots.cross_entropy.view_as(chunk.weights), chunk, config)
+    gradient = slots.gradient_of(weights.flatten()).view_as(chunk.hidden)
+    numerator = (weights * slots.cost.view_as(weights)).sum()
+    return ChunkResult(numerator, gradient, slots.correct.view_as(chunk.counted) & chunk.counted)
 
 
 def loss_of_counted_rows(chunk: ChunkInput, head_weight: Tensor, config: LossConfig) -> ChunkResult:
     """The same as `loss_of_chunk`, with counted rows alone going through the head."""
     rows = chunk.counted.flatten().nonzero()[:, 0]
-    row_cross_entropy, row_correct, gradient_of = _softmax_statistics(
-        chunk.hidden.flatten(0, 1)[rows], chunk.labels.flatten()[rows], head_weight, config.logit_soft_cap
+    target = None if chunk.target is None else chunk.target.flatten(0, 1)[rows]
+    slots = _statistics(
+        SlotInput(chunk.hidden.flatten(0, 1)[rows], chunk.labels.flatten()[rows], target), head_weight, config
     )
-    cross_entropy = row_cross_entropy.new_zeros(chunk.counted.numel())
-    cross_entropy[rows] = row_cross_entropy
-    weights = _final_weights(cross_entropy.view_as(chunk.weights), chunk, config).flatten()
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(chunk.counted.numel()).index_put_((rows,), values)
+
+    weights = _final_weights(spread(slots.cross_entropy).view_as(chunk.weights), chunk, config).flatten()
     gradient = torch.zeros_like(chunk.hidden).flatten(0, 1)
-    gradient[rows] = gradient_of(weights[rows])
-    correct = torch.zeros_like(chunk.counted).flatten()
-    correct[rows] = row_correct
-    return ChunkResult((weights * cross_entropy).sum(), gradient.view_as(chunk.hidden), correct.view_as(chunk.counted))
+    gradient[rows] = slots.gradient_of(weights[rows])
+    numerator = (weights * spread(slots.cost)).sum()
+    return ChunkResult(numerator, gradient.view_as(chunk.hidden), spread(slots.correct).view_as(chunk.counted))
 
 
-def _softmax_statistics(
-    hidden: Tensor, labels: Tensor, head_weight: Tensor, soft_cap: float | None
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Cross-entropy float32 [R], correctness bool [R], and row weights [R] → gradient of Σ weight·CE [R, D]."""
-    logits = (hidden @ head_weight.t()).float()
-    slope = None
-    if soft_cap is not None:
-        bounded = logits.div_(soft_cap).tanh_()
-        slope = 1.0 - bounded * bounded
-        logits = bounded.mul_(soft_cap)
-    top, guess = logits.max(dim=-1, keepdim=True)
-    picked = logits.gather(1, labels[:, None]) - top
-    # In place: eager passes over [R, V] cost as much as the products; a compiled chunk fuses them either way.
-    others = _put(logits.sub_(top).exp_(), labels, torch.zeros_like(top))
-    # The label's p - 1 is minus what the others have: where p is nearly 1, the difference would lose its digits.
-    rest = others.sum(dim=-1, keepdim=True)
-    total = rest + picked.exp()
-
-    def gradient_of(weights: Tensor) -> Tensor:
-        scale = weights[:, None] / total
-        by_logits = _put(others.mul_(scale), labels, -rest * scale)
-        if slope is not None:
-            by_logits = by_logits.mul_(slope)
-        return by_logits.to(hidden.dtype) @ head_weight
-
-    return (total.log() - picked)[:, 0], guess[:, 0] == labels, gradient_of
-
-
-def _put(values: Tensor, columns: Tensor, entries: Tensor) -> Tensor:
-    """values[r, columns[r]] = entries[r, 0]. Compiled, a comparison fuses where a scatter writes [R, V] once more."""
-    if torch.compiler.is_compiling():
-        at_column = torch.arange(values.shape[1], device=values.device) == columns[:, None]
-        return torch.where(at_column, entries, values)
-    return values.scatter_(1, columns[:, None], entries)
+def _statistics(slots: SlotInput, head_weight: Tensor, config: LossConfig) -> SlotStatistics:
+    return slot_statistics(slots, head_weight, config.logit_soft_cap, config.objective, config.lk_eta)
 
 
 def _final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig) -> Tensor:
@@ -177,6 +161,7 @@ def drafter_loss(
     targets: BlockTargets,
     config: LossConfig,
     chunk_loss: ChunkLoss | None = None,
+    target: TargetStates | None = None,
 ) -> LossSums:
     """Loss and acceptance sums of one pack.
 
@@ -188,6 +173,7 @@ def drafter_loss(
         targets: [A, B] each.
         config: see `LossConfig`.
         chunk_loss: a compiled `loss_of_chunk`; default: eager, by `config.only_counted_rows`.
+        target: of this pack; None exactly where the objective is cross-entropy alone.
     """
     assert head_weight.dtype == hidden.dtype, (head_weight.dtype, hidden.dtype)
     if chunk_loss is None:
@@ -195,7 +181,7 @@ def drafter_loss(
     counted = targets.counted[:, 1:]
     weights = _fixed_weights(config, hidden.device) * counted
     numerator, correct = _ChunkedLoss.apply(
-        hidden, head_weight, targets.labels[:, 1:], weights, counted, config, chunk_loss
+        hidden, head_weight, targets.labels[:, 1:], weights, counted, config, chunk_loss, target
     )
     slot_count = counted.float().sum(dim=0)
     return LossSums(
@@ -219,7 +205,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        labels, weights, counted, config, chunk_loss = rest
+        labels, weights, counted, config, chunk_loss, target = rest
         blocks = hidden.detach().view(len(labels), config.block_size, -1)
         gradient = torch.zeros_like(blocks)
         numerator = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -228,7 +214,8 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, end)
             new = counted[part].clone()
             new[:done] = False
-            chunk = ChunkInput(blocks[part, 1:], labels[part], new, weights[part] * new)
+            states = None if target is None else target.of_blocks(part)
+            chunk = ChunkInput(blocks[part, 1:], labels[part], new, weights[part] * new, states)
             result = chunk_loss(chunk, head_weight, config)
             numerator += result.numerator
             gradient[part, 1:] += result.gradient
@@ -240,7 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_numerator: Tensor, _by_correct: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * by_numerator).to(gradient.dtype), None, None, None, None, None, None
+        return (gradient * by_numerator).to(gradient.dtype), None, None, None, None, None, None, None
 
 
 def _chunks(num_blocks: int, most_blocks: int) -> list[tuple[int, int, int]]:

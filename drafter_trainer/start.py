@@ -27,6 +27,7 @@ from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.target_states import LAST_HIDDEN_STATE
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.device import resolve_device
@@ -209,7 +210,7 @@ def build_step(
         first_sequence_number=0,
         packs_per_step=spec.train.packs_per_step,
         total_steps=0,
-        tensor_shapes=payload_shapes(config.feature_names, spec.data.pack_tokens, config.hidden_size),
+        tensor_shapes=payload_shapes(hidden_state_names(spec, config), spec.data.pack_tokens, config.hidden_size),
         num_anchors=spec.train.anchors_per_pack,
         seed=spec.train.seed,
         prefetch_packs=spec.stream.prefetch_packs,
@@ -225,6 +226,11 @@ def build_step(
         with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
             warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
     return step, config, plan
+
+
+def hidden_state_names(spec: RunSpec, config: DrafterConfig) -> tuple[str, ...]:
+    """What a step reads of the target: features and, only where the objective needs it, the last hidden state."""
+    return config.feature_names + ((LAST_HIDDEN_STATE,) if spec.loss.needs_target_distribution else ())
 
 
 def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> SavedState | None:

@@ -20,6 +20,7 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
+from drafter_trainer.target_states import LAST_HIDDEN_STATE, TargetStates, target_states
 from slipstream.run_spec.spec import RunSpec
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -98,6 +99,7 @@ class TrainingStep:
             logit_soft_cap=config.logit_soft_cap,
             device=self.device,
         )
+        self._needs_target_states = spec.loss.needs_target_distribution
         self._forward = self._hidden_states
         self._chunk_loss = None
         if self.device.type == "cuda":
@@ -150,7 +152,17 @@ class TrainingStep:
         attention = build_block_attention(self._layout, pack.anchors, positions)
         features = torch.cat([pack.tensors[name] for name in config.feature_names], dim=-1).to(self._compute_dtype)
         hidden = self._forward(features, targets.block_ids, positions, targets.block_positions, attention)
-        return drafter_loss(hidden, self._frozen.head, targets, self._loss_config, self._chunk_loss)
+        return drafter_loss(
+            hidden, self._frozen.head, targets, self._loss_config, self._chunk_loss, self._target_states(pack)
+        )
+
+    def _target_states(self, pack: TrainingPack) -> TargetStates | None:
+        if not self._needs_target_states:
+            return None
+        final_norm = self._frozen.final_norm, self._config.rms_norm_eps
+        return target_states(
+            pack.tensors[LAST_HIDDEN_STATE], pack.anchors, self._config.block_size, final_norm, self._compute_dtype
+        )
 
     def _hidden_states(
         self,

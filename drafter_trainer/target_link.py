@@ -302,7 +302,7 @@ class TargetLink:
                 run=f"runs/{spec.name}",
                 data_spec_json=canonical_json(spec.data),
                 layer_ids=self._layer_ids,
-                last_hidden_state=False,
+                last_hidden_state=spec.loss.needs_target_distribution,
                 packs_per_step=spec.train.packs_per_step,
                 start_position=_START_POSITIONS[spec.stream.start],
                 group=spec.stream.group or "",

@@ -44,12 +44,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     """Read a recipe, apply the overrides in order (a later one wins) and check the whole.
 
     Relative data and prompt files, and a target model that exists there or starts with ./ or ../, are resolved
-    against the recipe's directory; any other model name is left for the hub.
+    against the recipe's directory; any other model name is left for the hub. A file that ends in .json holds a
+    resolved definition, such as a run directory's spec.json: paths in it are left as they are.
 
     Raises:
         SlipstreamError: SPEC_INVALID, listing every error with its line.
     """
     text = _read(path)
+    if path.suffix == ".json":
+        return _load_definition(text, path, overrides)
     recipe = _parse(text, path)
     changes = [parse_override(override) for override in overrides]
     apply_overrides(recipe, changes)
@@ -81,6 +84,21 @@ def parse_spec(table: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSp
     changes = [parse_override(override) for override in overrides]
     apply_overrides(definition, changes)
     return _validate(definition, Path("spec"), _sources("", Path("spec"), changes))
+
+
+def _load_definition(text: str, path: Path, overrides: Sequence[str]) -> LoadedSpec:
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        table = str(error)
+    if not isinstance(table, dict):
+        raise SlipstreamError(
+            f"{path} holds no run definition: {table if isinstance(table, str) else 'no JSON object'}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give a recipe (.toml), or the spec.json of a run directory.",
+        )
+    spec = parse_spec(table, overrides)
+    return LoadedSpec(spec, {key: path.name for key, _ in _leaves(spec)})
 
 
 def canonical_json(section: BaseModel) -> str:
@@ -193,7 +211,7 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolve_paths(spec: RunSpec, directory: Path) -> RunSpec:
-    files = tuple(_absolute(file, directory) for file in spec.data.files)
+    files = tuple(file if file.startswith("hf://") else _absolute(file, directory) for file in spec.data.files)
     prompts = spec.eval.prompts and _absolute(spec.eval.prompts, directory)
     return spec.model_copy(
         update={
@@ -218,6 +236,8 @@ def _absolute(file: str, directory: Path) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -4,9 +4,18 @@ Deployment settings (ports, devices, threads, directories) are not here: they co
 never change what is learned.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -125,10 +134,41 @@ class DrafterSpec(Section):
         return self
 
 
+ObjectiveName = Literal["cross_entropy", "kl", "reverse_kl", "js", "tv", "lk_hybrid"]
+CROSS_ENTROPY: ObjectiveName = "cross_entropy"
+LK_HYBRID: ObjectiveName = "lk_hybrid"
+
+
+def _read_objective(value: Any) -> Any:
+    """A name stands for itself with weight 1."""
+    weights = {value: 1.0} if isinstance(value, str) else value
+    if not isinstance(weights, dict) or not weights:
+        raise ValueError("expected the name of an objective, or a table of names and weights")
+    unknown = [name for name in weights if name not in get_args(ObjectiveName)]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no objective; expected one of {', '.join(get_args(ObjectiveName))}")
+    if len(weights) == 1 and 1.0 not in weights.values():
+        raise ValueError("a single objective has weight 1; change optimizer.learning_rate instead")
+    return weights
+
+
+def _write_objective(weights: dict[str, float]) -> str | dict[str, float]:
+    return next(iter(weights)) if len(weights) == 1 else weights
+
+
+Objective = Annotated[
+    dict[ObjectiveName, PositiveFloat], BeforeValidator(_read_objective), PlainSerializer(_write_objective)
+]
+
+
 class LossSpec(Section):
     """What is minimised over the counted slots."""
 
-    objective: Literal["cross_entropy"] = "cross_entropy"
+    objective: Objective = {CROSS_ENTROPY: 1.0}
+    """A name, or a mix: {cross_entropy = 0.5, tv = 0.5}. All but cross_entropy compare with the target's distribution.
+    See docs/objectives.md."""
+    lk_eta: PositiveFloat | None = None
+    """How fast lk_hybrid turns from kl to tv as acceptance grows; default: 3."""
     slot_weights: Literal["uniform", "decay", "dpace"] = "decay"
     """decay: exp(-(k-1)/gamma); dpace: arXiv 2605.18810."""
     decay_gamma: PositiveFloat | None = None
@@ -136,6 +176,17 @@ class LossSpec(Section):
     dpace_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     chunk_rows: PositiveInt | None = None
     """Rows of logits held at once; rounded to whole blocks. Default: by a GPU's total memory; on a CPU for 64 MiB."""
+
+    @property
+    def needs_target_distribution(self) -> bool:
+        """Whether the target's last hidden state is asked for."""
+        return self.objective.keys() != {CROSS_ENTROPY}
+
+    @model_validator(mode="after")
+    def _eta_used(self) -> "LossSpec":
+        if self.lk_eta is not None and LK_HYBRID not in self.objective:
+            raise ValueError("lk_eta is set, but objective does not name lk_hybrid and would ignore it")
+        return self
 
     @model_validator(mode="after")
     def _gamma_used(self) -> "LossSpec":

@@ -246,7 +246,8 @@ data.files = ["[train]"]
 
 
 def test_the_description_loads_to_the_same_run(recipe: Path, tmp_path: Path) -> None:
-    loaded = load_recipe(recipe, ['drafter.mask_token="<a \\"b\\">"', "optimizer.epsilon=1e-8", "target.dtype=float32"])
+    overrides = ['drafter.mask_token="<a \\"b\\">"', "optimizer.epsilon=1e-8", "target.dtype=float32"]
+    loaded = load_recipe(recipe, [*overrides, "loss.objective={cross_entropy=0.5, tv=0.5}"])
     text = describe(loaded)
     assert "max_steps = 10 " in text
     assert next(line for line in text.splitlines() if line.startswith("dtype = ")).endswith("# override")

@@ -24,6 +24,13 @@ from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, S
         (DrafterSpec, {"sliding_window": 64}, "names no sliding_attention"),
         (DrafterSpec, {"num_attention_heads": 9, "num_key_value_heads": 2}, "not a multiple"),
         (LossSpec, {"slot_weights": "dpace", "decay_gamma": 4.0}, "would ignore it"),
+        (LossSpec, {"objective": "hinge"}, "'hinge' is no objective; expected one of cross_entropy, kl, "),
+        (LossSpec, {"objective": {"tv": 0.5, "hinge": 0.5}}, "'hinge' is no objective"),
+        (LossSpec, {"objective": {}}, "expected the name of an objective"),
+        (LossSpec, {"objective": 3}, "expected the name of an objective"),
+        (LossSpec, {"objective": {"tv": 0.5}}, "a single objective has weight 1"),
+        (LossSpec, {"objective": {"tv": 0.5, "kl": 0.0}}, "greater than 0"),
+        (LossSpec, {"lk_eta": 2.0}, "would ignore it"),
         (TrainSpec, {}, "the run never ends"),
         (TrainSpec, {"max_steps": 1, "device": "cpu"}, "flex_attention has no backward"),
         (TrainSpec, {"max_steps": 1, "device": "cuda", "attention": "sdpa"}, "never allowed"),
@@ -80,3 +87,13 @@ def test_attention_that_cannot_train_there_is_refused(
         resolve_device(spec, cuda_available)
     assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
     assert remedy in caught.value.remedy
+
+
+def test_an_objective_is_a_name_or_a_mix() -> None:
+    assert LossSpec().objective == {"cross_entropy": 1.0}
+    assert LossSpec(objective="kl").model_dump()["objective"] == "kl"
+    mix = LossSpec(objective={"cross_entropy": 0.5, "tv": 0.5})
+    assert mix.model_dump()["objective"] == {"cross_entropy": 0.5, "tv": 0.5}
+    assert LossSpec.model_validate_json(mix.model_dump_json()) == mix
+    assert not LossSpec().needs_target_distribution
+    assert mix.needs_target_distribution and LossSpec(objective="reverse_kl").needs_target_distribution

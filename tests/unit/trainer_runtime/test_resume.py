@@ -76,7 +76,7 @@ def test_what_is_learned_may_not(change: dict[str, Any], words: str) -> None:
 
 def test_a_definition_of_another_version_is_refused_in_words() -> None:
     state = state_of(spec())
-    old = state.spec | {"train": state.spec["train"] | {"warm_start": True}, "loss": {"objective": "kl"}}
+    old = state.spec | {"train": state.spec["train"] | {"warm_start": True}, "loss": {"objective": "hinge"}}
     state = state.model_copy(update={"spec": old, "versions": {"slipstream": "0.0.1"}})
     with pytest.raises(SlipstreamError) as refused:
         check_same_run(state, spec(), where="runs/tiny/checkpoints/step-00000005")

@@ -14,6 +14,7 @@ from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import drafter_loss, resolve_loss_config
+from drafter_trainer.start import hidden_state_names
 from drafter_trainer.step import TrainingStep
 from drafter_trainer.warmup import adversarial_batches
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, TargetSpec, TrainSpec
@@ -43,7 +44,12 @@ TARGET = TargetConfig(
 )
 
 
-def make_spec(packs_per_step: int = 1, precision: str = "float32", slot_weights: str = "decay") -> RunSpec:
+def make_spec(
+    packs_per_step: int = 1,
+    precision: str = "float32",
+    slot_weights: str = "decay",
+    objective: str = "cross_entropy",
+) -> RunSpec:
     return RunSpec(
         name="tiny",
         target=TargetSpec(model="m", dtype="float32"),
@@ -57,7 +63,7 @@ def make_spec(packs_per_step: int = 1, precision: str = "float32", slot_weights:
             packs_per_step=packs_per_step,
             max_steps=10,
         ),
-        loss=LossSpec(slot_weights=slot_weights),
+        loss=LossSpec(slot_weights=slot_weights, objective=objective),
     )
 
 
@@ -96,6 +102,7 @@ def make_pack(number: int, *, supervised: float = 0.7) -> TrainingPack:
         "position_ids": positions,
         "hidden_states.1": torch.randn(TOKENS, HIDDEN, generator=generator),
         "hidden_states.2": torch.randn(TOKENS, HIDDEN, generator=generator),
+        "last_hidden_state": torch.randn(TOKENS, HIDDEN, generator=generator),
     }
     return TrainingPack(number, tensors, draw_anchors(mask, documents, ANCHORS, 0, number))
 
@@ -177,6 +184,26 @@ def test_the_pack_that_is_not_finite_is_named_and_nothing_changes() -> None:
     assert math.isnan(numbers.acceptance.loss)
     assert all(torch.equal(before[name], weight) for name, weight in step.optimizer.weights().items())
     assert step.run(StepBatch(1, (make_pack(6), make_pack(8))), 1e-2).wait().applied
+
+
+@pytest.mark.parametrize("objective", ["kl", "lk_hybrid"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_learns_the_targets_distribution(objective: str, precision: str) -> None:
+    step = make_step(make_spec(precision=precision, objective=objective))
+    losses = [step.run(StepBatch(0, (make_pack(0),)), 1e-2).wait().acceptance.loss for _ in range(8)]
+    assert 0 < losses[-1] < 0.9 * losses[0]
+
+
+def test_the_targets_last_state_is_read_only_where_the_objective_needs_it() -> None:
+    for objective, needed in (("cross_entropy", False), ("tv", True)):
+        spec = make_spec(objective=objective)
+        names = hidden_state_names(spec, make_config(spec))
+        assert names == ("hidden_states.1", "hidden_states.2", *(("last_hidden_state",) if needed else ()))
+    pack = make_pack(0)
+    without = replace(pack, tensors={k: v for k, v in pack.tensors.items() if k != "last_hidden_state"})
+    assert make_step(make_spec()).run(StepBatch(0, (without,)), 1e-2).wait().applied
+    with pytest.raises(KeyError, match="last_hidden_state"):
+        make_step(make_spec(objective="tv")).run(StepBatch(0, (without,)), 1e-2)
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:

@@ -1,0 +1,219 @@
+"""Step 11 of a pack's path: what a slot's prediction costs, and the cost's gradient, from one set of logits.
+
+Every gradient by the logits is written down, not left to autograd: a chunk's logits exist once, and its gradient of the
+hidden states is one more product with the frozen head. An objective other than cross-entropy compares with the target's
+distribution at that slot, which costs a product of its own; nothing is computed twice.
+
+Shapes: R slots of a chunk, D hidden size, V vocabulary. p: the target's distribution, q: the drafter's, z: q's logits.
+For f(q), ∂f/∂z = q·(f' - Σ q·f'), where f' is ∂f/∂q up to a constant.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.run_spec.spec import CROSS_ENTROPY, ObjectiveName
+
+_LOG_2 = math.log(2.0)
+
+
+class SlotStatistics(NamedTuple):
+    """Of R slots. `cost` float32 [R]: what is minimised. `cross_entropy` float32 [R]: of the recorded token. `correct`
+    bool [R]: it is the most likely one. `gradient_of`: slot weights [R] → gradient of Σ weight·cost [R, D]; callable
+    once, for it uses up its memory."""
+
+    cost: Tensor
+    cross_entropy: Tensor
+    correct: Tensor
+    gradient_of: Callable[[Tensor], Tensor]
+
+
+class Distribution(NamedTuple):
+    """Of a softmax, float32 [R, V]: log-probabilities, always finite, and probabilities."""
+
+    log: Tensor
+    probability: Tensor
+
+
+class Cost(NamedTuple):
+    """An objective per slot, float32 [R], and its gradient by the logits of q, float32 [R, V]."""
+
+    value: Tensor
+    by_logits: Tensor
+
+
+class SlotInput(NamedTuple):
+    """What is predicted where: `hidden` [R, D] of the drafter, `labels` int64 [R], and the target's own hidden states
+    `target` [R, D], after its final norm; None where cross-entropy is all."""
+
+    hidden: Tensor
+    labels: Tensor
+    target: Tensor | None
+
+
+def slot_statistics(
+    slots: SlotInput, head: Tensor, soft_cap: float | None, objective: Mapping[ObjectiveName, float], lk_eta: float
+) -> SlotStatistics:
+    """Statistics of slots under an objective.
+
+    Args:
+        slots: see `SlotInput`.
+        head: [V, D], in the dtype of the hidden states.
+        soft_cap: the target's tanh cap on logits; it holds for drafter and target.
+        objective: names and weights; the cost is their weighted sum.
+        lk_eta: of lk_hybrid.
+    """
+    if slots.target is None:
+        assert objective.keys() == {CROSS_ENTROPY}, objective
+        return _cross_entropy_statistics(slots.hidden, slots.labels, head, soft_cap)
+    logits, slope = _capped((slots.hidden @ head.t()).float(), soft_cap)
+    guess = logits.argmax(dim=-1)
+    drafter = _distribution(logits)
+    target = _distribution(_capped((slots.target @ head.t()).float(), soft_cap)[0])
+    own_cross_entropy = cross_entropy(drafter, slots.labels)
+    value = torch.zeros_like(own_cross_entropy.value)
+    by_logits = torch.zeros_like(drafter.log)
+    for name, weight in objective.items():
+        if name == CROSS_ENTROPY:
+            cost = own_cross_entropy
+        else:
+            cost = lk_hybrid(target, drafter, lk_eta) if name == "lk_hybrid" else DIVERGENCES[name](target, drafter)
+        value = value + weight * cost.value
+        by_logits.add_(cost.by_logits, alpha=weight)
+    return SlotStatistics(
+        value, own_cross_entropy.value, guess == slots.labels, _gradient(by_logits, slope, head, slots.hidden.dtype)
+    )
+
+
+def cross_entropy(drafter: Distribution, labels: Tensor) -> Cost:
+    """-log q(label); gradient q - onehot(label)."""
+    others = put(drafter.probability.clone(), labels, torch.zeros_like(labels[:, None], dtype=torch.float32))
+    # The label's q - 1 is minus what the others have: where q is nearly 1, the difference would lose its digits.
+    by_logits = put(others, labels, -others.sum(dim=-1, keepdim=True))
+    return Cost(-drafter.log.gather(1, labels[:, None])[:, 0], by_logits)
+
+
+def kl(target: Distribution, drafter: Distribution) -> Cost:
+    """KL(p‖q) = Σ p·(log p - log q) (Kullback and Leibler 1951; distillation: arXiv 1503.02531); gradient q - p.
+
+    Covers all of the target's mass. For a one-hot target it is the cross-entropy.
+    """
+    value = (target.probability * (target.log - drafter.log)).sum(dim=-1)
+    return Cost(value, drafter.probability - target.probability)
+
+
+def reverse_kl(target: Distribution, drafter: Distribution) -> Cost:
+    """KL(q‖p) = Σ q·(log q - log p) (for language models: arXiv 2306.08543); f' = log q - log p.
+
+    Puts the drafter's mass where the target has most, and lets the rest go.
+    """
+    ratio = drafter.log - target.log
+    value = (drafter.probability * ratio).sum(dim=-1)
+    # Σ q is 1 up to rounding only, and ratios can be 1e4: what the mean leaves over is taken off as well.
+    centred = ratio - value[:, None]
+    rest = (drafter.probability * centred).sum(dim=-1, keepdim=True)
+    return Cost(value, drafter.probability * (centred - rest))
+
+
+def js(target: Distribution, drafter: Distribution) -> Cost:
+    """½ KL(p‖m) + ½ KL(q‖m), m = ½ (p + q) (Lin 1991); f' = ½ log(q/m). Never above log 2."""
+    # log(q/m) = log 2 - log(1 + p/q), from the difference of logs: m itself may be too small for a float.
+    ratio = target.log - drafter.log
+    of_target = _LOG_2 - functional.softplus(-ratio)
+    of_drafter = _LOG_2 - functional.softplus(ratio)
+    drafter_to_middle = (drafter.probability * of_drafter).sum(dim=-1)
+    value = 0.5 * ((target.probability * of_target).sum(dim=-1) + drafter_to_middle)
+    return Cost(value, 0.5 * drafter.probability * (of_drafter - drafter_to_middle[:, None]))
+
+
+def tv(target: Distribution, drafter: Distribution) -> Cost:
+    """½ Σ |p - q| = 1 - Σ min(p, q); f' = -1 where q < p, else 0.
+
+    The sum of minima is the share of drafts that speculative sampling accepts (arXiv 2211.17192). The gradient vanishes
+    with the overlap, which is small when a run begins: mix it, or use lk_hybrid.
+    """
+    too_low = drafter.probability * (drafter.probability < target.probability)
+    by_logits = drafter.probability * too_low.sum(dim=-1, keepdim=True) - too_low
+    return Cost(0.5 * (drafter.probability - target.probability).abs().sum(dim=-1), by_logits)
+
+
+def lk_hybrid(target: Distribution, drafter: Distribution, eta: float) -> Cost:
+    """λ KL(p‖q) + (1 - λ) TV(p, q), λ = exp(-eta Σ min(p, q)) (LK losses, arXiv 2602.23881), λ of every slot its own.
+
+    No gradient flows through λ. Far from the target it is kl, near it tv.
+    """
+    divergence, distance = kl(target, drafter), tv(target, drafter)
+    share = torch.exp(-eta * torch.minimum(target.probability, drafter.probability).sum(dim=-1))
+    value = share * divergence.value + (1.0 - share) * distance.value
+    by_logits = share[:, None] * divergence.by_logits + (1.0 - share)[:, None] * distance.by_logits
+    return Cost(value, by_logits)
+
+
+DIVERGENCES: Mapping[ObjectiveName, Callable[[Distribution, Distribution], Cost]] = {
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "js": js,
+    "tv": tv,
+}
+"""(target, drafter) → cost."""
+
+
+def put(values: Tensor, columns: Tensor, entries: Tensor) -> Tensor:
+    """values[r, columns[r]] = entries[r, 0], in place where that is cheaper; use the result.
+
+    Compiled, a comparison fuses where a scatter writes [R, V] once more.
+    """
+    if torch.compiler.is_compiling():
+        at_column = torch.arange(values.shape[1], device=values.device) == columns[:, None]
+        return torch.where(at_column, entries, values)
+    return values.scatter_(1, columns[:, None], entries)
+
+
+def _cross_entropy_statistics(hidden: Tensor, labels: Tensor, head: Tensor, soft_cap: float | None) -> SlotStatistics:
+    """Cross-entropy alone, in half the memory: neither log-probabilities nor probabilities are kept."""
+    logits, slope = _capped((hidden @ head.t()).float(), soft_cap)
+    top, guess = logits.max(dim=-1, keepdim=True)
+    picked = logits.gather(1, labels[:, None]) - top
+    # In place: eager passes over [R, V] cost as much as the products; a compiled chunk fuses them either way.
+    others = put(logits.sub_(top).exp_(), labels, torch.zeros_like(top))
+    # The label's q - 1 is minus what the others have: where q is nearly 1, the difference would lose its digits.
+    rest = others.sum(dim=-1, keepdim=True)
+    total = rest + picked.exp()
+
+    def gradient_of(weights: Tensor) -> Tensor:
+        scale = weights[:, None] / total
+        by_logits = put(others.mul_(scale), labels, -rest * scale)
+        if slope is not None:
+            by_logits = by_logits.mul_(slope)
+        return by_logits.to(hidden.dtype) @ head
+
+    own = (total.log() - picked)[:, 0]
+    return SlotStatistics(own, own, guess[:, 0] == labels, gradient_of)
+
+
+def _capped(logits: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """(cap·tanh(logits/cap), its slope), in place; the slope is None without a cap."""
+    if soft_cap is None:
+        return logits, None
+    bounded = logits.div_(soft_cap).tanh_()
+    slope = 1.0 - bounded * bounded
+    return bounded.mul_(soft_cap), slope
+
+
+def _distribution(logits: Tensor) -> Distribution:
+    log = torch.log_softmax(logits, dim=-1)
+    return Distribution(log, log.exp())
+
+
+def _gradient(by_logits: Tensor, slope: Tensor | None, head: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def gradient_of(weights: Tensor) -> Tensor:
+        weighted = by_logits.mul_(weights[:, None])
+        if slope is not None:
+            weighted = weighted.mul_(slope)
+        return weighted.to(dtype) @ head
+
+    return gradient_of
