@@ -22,6 +22,24 @@ _EXIT_CODES = {
     Reason.LOSS_NOT_FINITE: 9,
     Reason.CHECKPOINT_INVALID: 11,
     Reason.NOT_LOSSLESS: 12,
+    Reason.REQUEST_INVALID: 2,
+    Reason.BODY_TOO_LARGE: 2,
+    Reason.NOT_FOUND: 13,
+    Reason.RUN_UNKNOWN: 13,
+    Reason.TARGET_UNKNOWN: 13,
+    Reason.TRAINER_UNKNOWN: 13,
+    Reason.TRANSITION_ILLEGAL: 14,
+    Reason.NAME_TAKEN: 14,
+    Reason.TARGET_IN_USE: 14,
+    Reason.TRAINER_BUSY: 14,
+    Reason.TRAINER_IDLE: 14,
+    Reason.TRAINER_LOST: 14,
+    Reason.TRAINER_UNSUITABLE: 14,
+    Reason.RUN_HAS_TRAINER: 14,
+    Reason.NOT_READY: 15,
+    Reason.ACCESS_DENIED: 16,
+    Reason.STACK_DIFFERS: 18,
+    Reason.STACK_FAILED: 19,
 }
 
 
@@ -47,7 +65,9 @@ class SlipstreamError(Exception):
         """Exit status for a command line.
 
         2 recipe or flag, 3 data, model or path, 4 machine, port or database, 5 disk, 6 memory, 7 a newer owner,
-        8 target and run do not fit, 9 loss not finite, 11 checkpoint, 12 output differs from plain decoding, else 1.
+        8 target and run do not fit, 9 loss not finite, 11 checkpoint, 12 output differs from plain decoding,
+        13 no such run, target or trainer, 14 not possible in the present state, 15 no control API answers or it is not
+        ready, 16 access denied, 18 another stack is up in this home, 19 a process of a stack keeps dying, else 1. What the command line adds is in `docs/cli.md`.
         """
         return _EXIT_CODES.get(self.reason, 1)
 

@@ -11,10 +11,14 @@ from slipstream.entrypoint import run_main
 PROGRAM = "slipstream"
 
 COMMANDS = {
+    "checkpoint": "checkpoints of a run",
     "demo": "train a drafter for a small real model on this machine, in minutes",
     "doctor": "what this machine has, what is missing, and what will run where",
     "eval": "decode prompts with a trained drafter: accepted length, speed, losslessness",
     "recipe": "print a run definition, resolved, with where each value came from",
+    "run": "runs of a control API: create, list, watch, pause, resume, stop, delete",
+    "target": "target servers that a control API knows",
+    "trainer": "trainers: start, list, attach to a run, detach",
     "version": "print versions",
 }
 """Every command with its line in `slipstream --help`; the module of the same name in `commands` does the work.

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,14 +27,13 @@ def run(args: argparse.Namespace) -> int:
     """
     # pydantic costs a tenth of a second: not for `--help`.
     import recipes
+    from slipstream.cli.recipe_lookup import find_recipe
     from slipstream.run_spec.load import describe, load_recipe
 
     if args.action == "list":
         print("\n".join(recipes.recipe_names()))
         return 0
-    is_name = "/" not in args.recipe and not Path(args.recipe).exists()
-    path = recipes.recipe_path(args.recipe) if is_name else Path(args.recipe)
-    loaded = load_recipe(path, args.set)
+    loaded = load_recipe(find_recipe(args.recipe), args.set)
     if args.output == "json":
         print(json.dumps({"spec": loaded.spec.model_dump(mode="json"), "origins": dict(loaded.origins)}, indent=2))
     else:

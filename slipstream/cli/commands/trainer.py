@@ -1,0 +1,170 @@
+"""`slipstream trainer …`: start trainer agents, list them, give them runs and take them off."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.api_access import add_api_flags, control_api, find_api, say_next
+from slipstream.cli.display import ABSENT, Column, age, print_json, print_line, print_table
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_COLUMNS = (
+    Column("NAME", may_wrap=True),
+    Column("STATUS"),
+    Column("RUN"),
+    Column("DEVICES", rank=1),
+    Column("HOST", rank=3),
+    Column("HEARD OF", is_number=True, rank=2),
+    Column("VERSION", rank=4),
+)
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("trainer", help="trainers: start, list, attach to a run, detach")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    start = actions.add_parser(
+        "start",
+        help="start a trainer agent on this machine",
+        description="Adds an agent to the local stack where one is up; else runs one here until Ctrl-C.",
+    )
+    start.add_argument("--name", metavar="NAME", help="default: after the device or the host")
+    start.add_argument("--device", default="auto", metavar="DEVICE", help="auto (default), cpu, cuda or cuda:N")
+    start.add_argument("--foreground", action="store_true", help="run it here, also where a local stack is up")
+    actions.add_parser("ls", help="list the trainers")
+    attach = actions.add_parser("attach", help="give a free trainer a run")
+    attach.add_argument("trainer", metavar="TRAINER", help="its name")
+    attach.add_argument("run", metavar="RUN", help="a run that no trainer works on")
+    detach = actions.add_parser("detach", help="ask a trainer to save and leave its run, which waits for another")
+    detach.add_argument("trainer", metavar="TRAINER", help="its name")
+    for action in actions.choices.values():
+        add_api_flags(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked.
+
+    Raises:
+        SlipstreamError: whatever the control API or the local stack refuses.
+    """
+    return {"start": _start, "ls": _list, "attach": _attach, "detach": _detach}[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    with control_api(args) as client:
+        trainers = list(client.listing("/v1/trainers"))
+    if args.output == "json":
+        print_json({"trainers": trainers})
+        return 0
+    if trainers:
+        print_table(_COLUMNS, [_row(trainer) for trainer in trainers])
+        say_next(args, "run ls")
+    else:
+        print("no trainers")
+        say_next(args, "trainer start")
+    return 0
+
+
+def _row(trainer: Mapping[str, Any]) -> tuple[str, ...]:
+    devices = (f"cuda:{one['index']}" if one["kind"] == "cuda" else one["kind"] for one in trainer["devices"])
+    return (
+        trainer["name"],
+        trainer["status"],
+        trainer["run"] or ABSENT,
+        ", ".join(devices),
+        trainer["host"],
+        f"{age(trainer['last_seen_at'])} ago",
+        trainer["versions"].get("slipstream", ABSENT),
+    )
+
+
+def _attach(args: argparse.Namespace) -> int:
+    from slipstream.control_client import segment
+
+    with control_api(args) as client:
+        trainer = client.post(f"/v1/trainers/{segment(args.trainer)}:attach", {"run": args.run})
+    _say(args, trainer, f"{trainer['name']} works on {trainer['run']}", f"run watch {shlex.quote(args.run)}")
+    return 0
+
+
+def _detach(args: argparse.Namespace) -> int:
+    from slipstream.control_client import segment
+
+    with control_api(args) as client:
+        trainer = client.post(f"/v1/trainers/{segment(args.trainer)}:detach")
+    words = f"{trainer['name']} saves {trainer['run']} and leaves it; that run waits for another trainer"
+    _say(args, trainer, words, "trainer ls")
+    return 0
+
+
+def _say(args: argparse.Namespace, trainer: Mapping[str, Any], words: str, command: str) -> None:
+    if args.output == "json":
+        print_json(trainer)
+        return
+    print_line(words)
+    say_next(args, command)
+
+
+def _start(args: argparse.Namespace) -> int:
+    from slipstream.launcher.home import home_directory
+
+    home = home_directory(args.home)
+    if args.foreground or not _is_api_of_stack(args, home):
+        return _become_agent(args)
+    from slipstream.launcher.stack import add_trainer
+
+    device = _unused_device(home) if args.device == "auto" else args.device
+    name = add_trainer(home, device, name=args.name)
+    _say(args, {"name": name, "home": str(home)}, f"{name} joins the stack in {home}", "trainer ls")
+    return 0
+
+
+def _is_api_of_stack(args: argparse.Namespace, home: "Path") -> bool:
+    from slipstream.launcher.home import is_up, read_supervisor
+
+    stack = read_supervisor(home)
+    return stack is not None and is_up(home) and find_api(args).address == stack.api
+
+
+def _unused_device(home: "Path") -> str:
+    """A GPU on which nothing of the stack runs; the CPU where there is no GPU.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, every GPU is in use.
+    """
+    from slipstream.launcher.stack import read_stack
+    from slipstream.machine_probe import probe_torch
+
+    stack = read_stack(home)
+    devices = [trainer.device for trainer in stack.trainers] if stack else []
+    if stack is not None and stack.target is not None:
+        devices.append(stack.target.device)
+    used = {"cuda:0" if device == "cuda" else device for device in devices}
+    gpus = [f"cuda:{index}" for index in range(len(probe_torch().gpus))]
+    free = [gpu for gpu in gpus if gpu not in used] if gpus else ["cpu"]
+    if not free:
+        raise SlipstreamError(
+            f"the stack uses every GPU of this machine: {', '.join(gpus)}",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy=f"Name one that is to be shared, such as --device {gpus[-1]}.",
+        )
+    return free[0]
+
+
+def _become_agent(args: argparse.Namespace) -> int:
+    """This process goes on as the agent, so that Ctrl-C and signals reach it."""
+    access = find_api(args)
+    command = [sys.executable, "-m", "drafter_trainer", "worker", "--api", access.address, "--device", args.device]
+    if args.name is not None:
+        command += ["--name", args.name]
+    say_next(args, "trainer ls")
+    sys.stderr.flush()
+    token = {"SLIPSTREAM_TOKEN": access.token} if access.token else {}
+    os.execve(sys.executable, command, os.environ | token)

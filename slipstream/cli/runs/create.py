@@ -1,0 +1,49 @@
+"""`slipstream run create`: a recipe of this machine becomes a run of a control API."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import recipes
+from slipstream.cli.api_access import control_api, say_next
+from slipstream.cli.display import print_json, print_line
+from slipstream.cli.recipe_lookup import find_recipe
+from slipstream.cli.runs import figures
+from slipstream.cli.runs.watch import watch_run
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.spec import RunSpec
+
+
+def create(args: argparse.Namespace) -> int:
+    """Check the recipe here, send it, and watch the run if that was asked for.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID with every error of the recipe; what the API refuses, such as a target that
+            serves another model.
+    """
+    name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
+    spec = load_recipe(find_recipe(args.recipe), [*args.set, *name]).spec
+    body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
+    with control_api(args) as client:
+        run = client.post("/v1/runs", body)
+        if args.watch:
+            return watch_run(client, args, run["name"], first=run)
+        if args.output == "json":
+            print_json(run)
+            return 0
+        print_line(f"{run['name']} {run['state']} on target {run['target']}")
+        if not any(one["status"] == "FREE" for one in client.listing("/v1/trainers")):
+            print("no trainer is free: the run waits for one", file=sys.stderr)
+            say_next(args, "trainer start")
+    say_next(args, *figures.next_commands(run))
+    return 0
+
+
+def _as_sent(spec: RunSpec) -> dict[str, Any]:
+    """The definition, with the data that ships with Slipstream named so that it is found in another installation."""
+    definition = spec.model_dump(mode="json")
+    files = definition["data"]["files"]
+    definition["data"]["files"] = [f"data/{Path(file).name}" if recipes.data_file(file) else file for file in files]
+    return definition

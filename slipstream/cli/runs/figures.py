@@ -1,0 +1,87 @@
+"""What the API says of a run, in the words that all commands use."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.cli.display import ABSENT, duration, measure, percent
+
+Json = Mapping[str, Any]
+
+
+def accepted_length(record: Json) -> str:
+    """The estimate while training: leading right tokens per block, with the bonus token that decoding adds."""
+    return measure(record.get("mean_matched_prefix_with_bonus"), 2)
+
+
+def steps(progress: Json) -> str:
+    """`42/400`; `42` while the total is not known."""
+    total = progress["max_steps"]
+    return f"{progress['step']}/{total}" if total is not None else str(progress["step"])
+
+
+def progress_words(run: Json) -> str:
+    """`step 42/400 (10.5%), loss 3.214, accepted length 1.23, 1,234 tokens/s, ETA 3m 12s`; what is known of it."""
+    progress, record, throughput = run["progress"], run["latest_metrics"] or {}, run["throughput"] or {}
+    words = f"step {steps(progress)}"
+    if progress["fraction"] is not None:
+        words += f" ({percent(progress['fraction'])})"
+    known = {
+        "loss ": measure(record.get("loss")),
+        "accepted length ": accepted_length(record),
+        "tokens/s ": measure(throughput.get("trainer_tokens_per_second"), 0),
+        "ETA ": duration(progress["eta_seconds"]),
+    }
+    return ", ".join([words, *(name + value for name, value in known.items() if value != ABSENT)])
+
+
+def with_record(run: Json, record: Json) -> dict[str, Any]:
+    """The run after one more record of its metrics, as far as that is known without asking."""
+    step = record["step"] + 1
+    total = run["progress"]["max_steps"]
+    progress = dict(run["progress"]) | {
+        "step": step,
+        "fraction": min(1.0, step / total) if total else None,
+        "eta_seconds": _number(record.get("eta_seconds")),
+    }
+    pace = _number(record.get("tokens_per_second"))
+    throughput = dict(run["throughput"] or {}) | ({"trainer_tokens_per_second": pace} if pace is not None else {})
+    return dict(run) | {"progress": progress, "latest_metrics": record, "throughput": throughput or None}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def event_words(event: Json) -> str:
+    """An event without its time."""
+    data, message = event["data"], event["message"]
+    if event["type"] == "STATE_CHANGED":
+        words = f"{data['state']} ({data['cause']})"
+    elif event["type"] == "CONDITION_CHANGED":
+        words = data["condition"] if data["holds"] else f"{data['condition']} is over"
+    else:
+        words = event["type"]
+    source = "" if event["source"] == "control-api" else f"{event['source']}: "
+    return f"{source}{words}: {message}" if message else f"{source}{words}"
+
+
+def state_words(run: Json) -> str:
+    """The state, with what explains it: the reason of a failure, the conditions."""
+    lines = [run["state"]]
+    if run["state"] == "FAILED":
+        lines = [f"FAILED {run['reason'] or ''}".strip(), *([run["message"]] if run["message"] else [])]
+    return "\n".join([*lines, *(f"{one['type']}: {one['message']}" for one in run["conditions"])])
+
+
+def next_commands(run: Json) -> list[str]:
+    """What a person does with a run in this state."""
+    name, state = shlex.quote(run["name"]), run["state"]
+    if state == "PENDING":
+        waits_for_trainer = any(one["type"] == "NO_TRAINER_FREE" for one in run["conditions"])
+        return ["trainer start"] if waits_for_trainer else [f"run watch {name}"]
+    if state == "SUCCEEDED":
+        return [f"checkpoint ls {name}"]
+    if state == "FAILED":
+        return [f"run logs {name} --tail 50", f"run resume {name}"]
+    return [f"run resume {name}"] if state in ("PAUSED", "STOPPED") else [f"run watch {name}"]

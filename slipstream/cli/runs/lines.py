@@ -1,0 +1,87 @@
+"""`slipstream run logs` and `slipstream run events`: what is there, and with -f what comes."""
+
+import argparse
+import shlex
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from slipstream.cli.api_access import control_api, say_next
+from slipstream.cli.display import local_time, print_json_line, print_line
+from slipstream.cli.runs.detach import detachable
+from slipstream.cli.runs.figures import event_words
+from slipstream.control_client import ControlClient, FeedMessage, segment
+from slipstream.errors import SlipstreamError
+
+_ALL = 10_000
+"""The API keeps no more lines of a run."""
+_LEFT = "no longer following; run {} is not touched by that"
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Print what the run's training processes logged."""
+
+    def show(line: Mapping[str, Any]) -> None:
+        print_json_line(line) if args.output == "json" else print_line(line["text"])
+
+    with control_api(args) as client, detachable(lambda: _LEFT.format(args.run)) as outcome:
+        tail = _ALL if args.tail is None else args.tail
+        # Where the log ends is needed even if nothing of it is wanted.
+        lines = list(client.listing(f"/v1/runs/{segment(args.run)}/logs", tail=max(tail, 1)))
+        for line in lines if tail else ():
+            show(line)
+        if args.follow:
+            cursor = str(lines[-1]["id"]) if lines else ""
+            _follow(client.log_feed(args.run, cursor, on_loss=say_lost), "log", show)
+        elif not lines and args.output == "text":
+            print("nothing was logged yet", file=sys.stderr)
+    if not args.follow:
+        say_next(args, f"run logs {shlex.quote(args.run)} -f")
+    return outcome.status
+
+
+def events(args: argparse.Namespace) -> int:
+    """Print what happened to the run."""
+
+    def show(event: Mapping[str, Any]) -> None:
+        print_json_line(event) if args.output == "json" else print_line(event_line(event))
+
+    with control_api(args) as client, detachable(lambda: _LEFT.format(args.run)) as outcome:
+        cursor = client.get(f"/v1/runs/{segment(args.run)}")["event_cursor"]
+        known = deque(_events(client, args.run), maxlen=args.tail)
+        newest = known[-1]["id"] if known else 0
+        for event in known:
+            show(event)
+        if args.follow:
+            # The list may reach further than the cursor that was read before it.
+            _follow(
+                client.feed(args.run, cursor, on_loss=say_lost),
+                "event",
+                lambda event: show(event) if event["id"] > newest else None,
+            )
+    if not args.follow:
+        say_next(args, f"run events {shlex.quote(args.run)} -f")
+    return outcome.status
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """An event with its time."""
+    return f"{local_time(event['time'])}  {event_words(event)}"
+
+
+def say_lost(why: SlipstreamError) -> None:
+    """A stream was lost, and is tried again."""
+    print(f"connection lost: {why.message}; trying again", file=sys.stderr)
+
+
+def _events(client: ControlClient, run: str) -> Iterator[dict[str, Any]]:
+    return client.listing(f"/v1/runs/{segment(run)}/events")
+
+
+def _follow(feed: Iterator[FeedMessage], kind: str, show: Callable[[Mapping[str, Any]], None]) -> None:
+    for message in feed:
+        if message.kind == kind:
+            show(message.data)
+        elif message.kind == "deleted":
+            print("the run was deleted", file=sys.stderr)

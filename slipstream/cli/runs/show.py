@@ -1,0 +1,143 @@
+"""`slipstream run ls` and `slipstream run get`."""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.cli.api_access import control_api, say_next
+from slipstream.cli.display import (
+    ABSENT,
+    Column,
+    age,
+    duration,
+    is_terminal,
+    local_time,
+    make_console,
+    measure,
+    percent,
+    print_fields,
+    print_json,
+    print_table,
+)
+from slipstream.cli.runs import figures
+from slipstream.control_client import segment
+
+_COLUMNS = (
+    Column("NAME", may_wrap=True),
+    Column("STATE"),
+    Column("PROGRESS"),
+    Column("STEP", is_number=True, rank=2),
+    Column("LOSS", is_number=True, rank=1),
+    Column("ACCEPTED", is_number=True, rank=4),
+    Column("TOKENS/S", is_number=True, rank=5),
+    Column("ETA", is_number=True, rank=3),
+    Column("TRAINER", rank=6),
+    Column("TARGET", rank=8),
+    Column("AGE", is_number=True, rank=7),
+)
+_BAR_CELLS = 10
+_WIDTH_FOR_BARS = 70
+
+
+def list_runs(args: argparse.Namespace) -> int:
+    """Print the runs, or those in one state."""
+    with control_api(args) as client:
+        runs = list(client.listing("/v1/runs", state=args.state))
+    if args.output == "json":
+        print_json({"runs": runs})
+        return 0
+    if runs:
+        print_table(_COLUMNS, [_row(run) for run in runs])
+        say_next(args, *figures.next_commands(_most_interesting(runs)))
+    else:
+        print(f"no run is {args.state}" if args.state else "no runs")
+        say_next(args, "run create RECIPE")
+    return 0
+
+
+def get_run(args: argparse.Namespace) -> int:
+    """Print one run; its definition too, if that was asked for."""
+    with control_api(args) as client:
+        run = client.get(f"/v1/runs/{segment(args.run)}")
+    if args.output == "json":
+        print_json(run)
+        return 0
+    if args.spec:
+        print(_as_recipe(run["spec"]), end="")
+        return 0
+    print_fields(_fields(run))
+    print()
+    columns = (Column("SINCE"), Column("STATE"), Column("CAUSE"), Column("WHY", may_wrap=True))
+    changes = [
+        (local_time(one["time"]), one["state"], one["cause"], f"{one['reason'] or ''} {one['message']}".strip())
+        for one in run["history"]
+    ]
+    print_table(columns, changes)
+    say_next(args, *figures.next_commands(run))
+    return 0
+
+
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
+    progress, record, throughput = run["progress"], run["latest_metrics"] or {}, run["throughput"] or {}
+    return (
+        run["name"],
+        run["state"],
+        _bar(progress["fraction"]),
+        figures.steps(progress),
+        measure(record.get("loss")),
+        figures.accepted_length(record),
+        measure(throughput.get("trainer_tokens_per_second"), 0),
+        duration(progress["eta_seconds"]),
+        ", ".join(run["trainers"]) or ABSENT,
+        run["target"],
+        age(run["created_at"]),
+    )
+
+
+def _bar(fraction: float | None) -> str:
+    """Percent; behind a bar where a person looks at it."""
+    console = make_console()
+    if fraction is None or not is_terminal() or console.encoding != "utf-8" or console.width < _WIDTH_FOR_BARS:
+        return percent(fraction)
+    full = int(fraction * _BAR_CELLS)
+    return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {percent(fraction):>6}"
+
+
+def _most_interesting(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest one that is not at rest, else the newest."""
+    moving = [run for run in runs if run["state"] not in ("STOPPED", "FAILED", "SUCCEEDED")]
+    return (moving or runs)[-1]
+
+
+def _fields(run: Mapping[str, Any]) -> dict[str, str]:
+    throughput = run["throughput"] or {}
+    checkpoint = run["latest_checkpoint_step"]
+    waits = throughput.get("data_wait_ratio")
+    return {
+        "name": run["name"],
+        "state": run["state"],
+        "reason": f"{run['reason'] or ''} {run['message']}".strip(),
+        "conditions": "\n".join(f"{one['type']}: {one['message']}" for one in run["conditions"]),
+        "progress": figures.progress_words(run),
+        "waits for packs": f"{percent(waits)} of the time" if waits is not None else "",
+        "bottleneck": str(throughput.get("bottleneck") or ""),
+        "trainer": ", ".join(run["trainers"]),
+        "target": run["target"],
+        "checkpoint": f"step {checkpoint}" if checkpoint is not None else "none yet",
+        "directory": run["directory"],
+        "note": run["note"],
+        "created": f"{local_time(run['created_at'])} ({age(run['created_at'])} ago)",
+        "possible now": ", ".join(run["allowed_verbs"]),
+    }
+
+
+def _as_recipe(spec: Mapping[str, Any]) -> str:
+    """The definition as TOML; it is a recipe of its own.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, the run is defined by a newer Slipstream.
+    """
+    from slipstream.run_spec.load import LoadedSpec, describe, parse_spec
+
+    return describe(LoadedSpec(parse_spec(spec), defaultdict(str)))
