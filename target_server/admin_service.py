@@ -43,15 +43,16 @@ class StreamAdminService(StreamAdminServiceServicer):
     ) -> pb.GetStreamStatsResponse:
         """Counters of one stream."""
         throughput = self._readiness.target().producer.throughput
-        counters = self._control.counters(request.stream)
+        counters = self._control.counters(request.stream, of_subscription=request.subscription)
         return pb.GetStreamStatsResponse(
             packs_ready=counters.packs_ready,
             shelf_size_bytes=counters.shelf_size_bytes,
             shelf_capacity_bytes=counters.shelf_capacity_bytes,
             packs_computed=counters.packs_computed,
             packs_recomputed=counters.packs_recomputed,
-            target_tokens_per_second=throughput.tokens_per_second(request.stream),
+            target_tokens_per_second=throughput.tokens_per_second(counters.stream),
             subscriptions=[_subscription_stats(each) for each in counters.subscriptions],
+            stream=counters.stream,
         )
 
     def DrainTarget(self, request: pb.DrainTargetRequest, context: grpc.ServicerContext) -> pb.DrainTargetResponse:
@@ -70,4 +71,6 @@ def _subscription_stats(counters: SubscriptionCounters) -> pb.SubscriptionStats:
         packs_quarantined=counters.packs_quarantined,
         lag_packs=counters.lag_packs,
         trainer_wait_ratio=counters.trainer_wait_ratio,
+        trainer_wait_seconds=counters.trainer_wait_seconds,
+        serving_seconds=counters.serving_seconds,
     )

@@ -193,14 +193,13 @@ class LeaseLedger:
             began = book.clock()
             if subscription.serving_since is None:
                 subscription.serving_since = began
-            subscription.waiting += 1
+            subscription.begin_wait(began)
             try:
                 return self._poll(subscription, ask, began + ask.max_wait, cancelled)
             finally:
                 if not self._abandoned(subscription, cancelled):
                     book.touch(subscription)
-                subscription.waiting -= 1
-                subscription.wait_seconds += book.clock() - began
+                subscription.end_wait(book.clock())
 
     def _poll(self, subscription: Subscription, ask: Ask, deadline: float, cancelled: Callable[[], bool]) -> Grant:
         book = self._book

@@ -20,14 +20,22 @@ class SubscriptionCounters:
     packs_quarantined: int
     lag_packs: int
     """How far its cursor is behind the newest pack computed."""
-    trainer_wait_ratio: float
-    """Share of the time since its first lease that it waited for a pack."""
+    trainer_wait_seconds: float
+    """In which it waited for a pack, polls that wait now included."""
+    serving_seconds: float
+    """Since its first lease."""
+
+    @property
+    def trainer_wait_ratio(self) -> float:
+        """Share of the time since its first lease that it waited for a pack."""
+        return min(1.0, self.trainer_wait_seconds / self.serving_seconds) if self.serving_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCounters:
     """One stream, counted since its shelf was made."""
 
+    stream: str
     packs_ready: int
     shelf_size_bytes: int
     shelf_capacity_bytes: int
@@ -95,15 +103,18 @@ class StreamControl:
         with self._book.lock:
             return sorted(self._book.shelves)
 
-    def counters(self, stream: str) -> StreamCounters:
-        """Counters of one stream and its open subscriptions.
+    def counters(self, stream: str, *, of_subscription: str = "") -> StreamCounters:
+        """Counters of one stream, or of the one that a subscription reads, and of its open subscriptions.
 
         Raises:
-            SlipstreamError: SUBSCRIPTION_UNKNOWN when no such stream is on a shelf.
+            SlipstreamError: SUBSCRIPTION_UNKNOWN when no such stream is on a shelf, or there is no such subscription;
+                STREAM_CLOSED when the subscription was closed.
         """
         book = self._book
         with book.lock:
             book.expire()
+            if of_subscription:
+                stream = book.subscription(of_subscription).record.stream
             shelf = book.shelves.get(stream)
             if shelf is None:
                 raise SlipstreamError(
@@ -113,6 +124,7 @@ class StreamControl:
                 )
             ready = sum(1 for _ in shelf.ready_slots())
             return StreamCounters(
+                stream=stream,
                 packs_ready=ready,
                 shelf_size_bytes=ready * shelf.slot_bytes,
                 shelf_capacity_bytes=len(shelf) * shelf.slot_bytes,
@@ -128,7 +140,7 @@ class StreamControl:
     def _subscription_counters(self, subscription: Subscription, shelf: Shelf) -> SubscriptionCounters:
         record = subscription.record
         since = subscription.serving_since
-        elapsed = self._book.clock() - since if since is not None else 0.0
+        now = self._book.clock()
         return SubscriptionCounters(
             name=record.name,
             packs_leased=subscription.packs_leased,
@@ -136,7 +148,8 @@ class StreamControl:
             leases_expired=subscription.leases_expired,
             packs_quarantined=len(record.quarantined),
             lag_packs=max(0, shelf.newest_sequence_number + 1 - subscription.low) if shelf.packs_computed else 0,
-            trainer_wait_ratio=min(1.0, subscription.wait_seconds / elapsed) if elapsed > 0 else 0.0,
+            trainer_wait_seconds=subscription.waited(now),
+            serving_seconds=now - since if since is not None else 0.0,
         )
 
     def _set_paused(self, name: str, paused: bool) -> None:

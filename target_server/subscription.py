@@ -107,11 +107,30 @@ class Subscription:
         """Tick of the last pack computed for it."""
         self.packs_leased = 0
         self.leases_expired = 0
-        self.wait_seconds = 0.0
+        self._wait_seconds = 0.0
+        """Of the polls that are over."""
+        self._waiting_since = 0.0
+        """When the oldest poll in progress began."""
         self.serving_since: float | None = None
         self.rewind()
         self.restored = record.incarnation > 0
         """An earlier server handed packs out, nobody knows how many; false from the next seek on."""
+
+    def begin_wait(self, now: float) -> None:
+        """A long poll begins."""
+        if not self.waiting:
+            self._waiting_since = now
+        self.waiting += 1
+
+    def end_wait(self, now: float) -> None:
+        """A long poll is answered."""
+        self.waiting -= 1
+        if not self.waiting:
+            self._wait_seconds += now - self._waiting_since
+
+    def waited(self, now: float) -> float:
+        """Seconds in which at least one long poll was in progress."""
+        return self._wait_seconds + (now - self._waiting_since if self.waiting else 0.0)
 
     def rewind(self) -> None:
         """Start over at the first uncommitted step: whatever was on the way is undelivered again."""

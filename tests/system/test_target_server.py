@@ -160,6 +160,8 @@ def test_both_transports_give_the_same_bytes_and_packs_are_computed_once(
         stats = runs[0].stats()
         assert (stats.packs_computed, stats.packs_recomputed) == (total, 0)
         assert [each.packs_committed for each in stats.subscriptions] == [total, total]
+        request = admin_pb.GetStreamStatsRequest(subscription=runs[1].opened.subscription)
+        assert client.get_stream_stats(request).stream == stats.stream == runs[0].opened.stream
 
     first = runs[0].packs[0]
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == {

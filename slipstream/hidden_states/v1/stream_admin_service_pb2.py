@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6slipstream/hidden_states/v1/stream_admin_service.proto\x12\x1bslipstream.hidden_states.v1\"0\n\x18PauseSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1b\n\x19PauseSubscriptionResponse\"1\n\x19ResumeSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1c\n\x1aResumeSubscriptionResponse\"0\n\x18\x43loseSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1b\n\x19\x43loseSubscriptionResponse\"\'\n\x15GetStreamStatsRequest\x12\x0e\n\x06stream\x18\x01 \x01(\t\"\x80\x02\n\x16GetStreamStatsResponse\x12\x13\n\x0bpacks_ready\x18\x01 \x01(\x03\x12\x18\n\x10shelf_size_bytes\x18\x02 \x01(\x03\x12\x1c\n\x14shelf_capacity_bytes\x18\x03 \x01(\x03\x12\x16\n\x0epacks_computed\x18\x04 \x01(\x03\x12\x18\n\x10packs_recomputed\x18\x05 \x01(\x03\x12 \n\x18target_tokens_per_second\x18\x06 \x01(\x01\x12\x45\n\rsubscriptions\x18\x07 \x03(\x0b\x32..slipstream.hidden_states.v1.SubscriptionStats\"\xba\x01\n\x11SubscriptionStats\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x14\n\x0cpacks_leased\x18\x02 \x01(\x03\x12\x17\n\x0fpacks_committed\x18\x03 \x01(\x03\x12\x16\n\x0eleases_expired\x18\x04 \x01(\x03\x12\x19\n\x11packs_quarantined\x18\x05 \x01(\x03\x12\x11\n\tlag_packs\x18\x06 \x01(\x03\x12\x1a\n\x12trainer_wait_ratio\x18\x07 \x01(\x01\"\x14\n\x12\x44rainTargetRequest\"\x15\n\x13\x44rainTargetResponse2\x93\x05\n\x12StreamAdminService\x12\x82\x01\n\x11PauseSubscription\x12\x35.slipstream.hidden_states.v1.PauseSubscriptionRequest\x1a\x36.slipstream.hidden_states.v1.PauseSubscriptionResponse\x12\x85\x01\n\x12ResumeSubscription\x12\x36.slipstream.hidden_states.v1.ResumeSubscriptionRequest\x1a\x37.slipstream.hidden_states.v1.ResumeSubscriptionResponse\x12\x82\x01\n\x11\x43loseSubscription\x12\x35.slipstream.hidden_states.v1.CloseSubscriptionRequest\x1a\x36.slipstream.hidden_states.v1.CloseSubscriptionResponse\x12y\n\x0eGetStreamStats\x12\x32.slipstream.hidden_states.v1.GetStreamStatsRequest\x1a\x33.slipstream.hidden_states.v1.GetStreamStatsResponse\x12p\n\x0b\x44rainTarget\x12/.slipstream.hidden_states.v1.DrainTargetRequest\x1a\x30.slipstream.hidden_states.v1.DrainTargetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6slipstream/hidden_states/v1/stream_admin_service.proto\x12\x1bslipstream.hidden_states.v1\"0\n\x18PauseSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1b\n\x19PauseSubscriptionResponse\"1\n\x19ResumeSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1c\n\x1aResumeSubscriptionResponse\"0\n\x18\x43loseSubscriptionRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\t\"\x1b\n\x19\x43loseSubscriptionResponse\"=\n\x15GetStreamStatsRequest\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"\x90\x02\n\x16GetStreamStatsResponse\x12\x13\n\x0bpacks_ready\x18\x01 \x01(\x03\x12\x18\n\x10shelf_size_bytes\x18\x02 \x01(\x03\x12\x1c\n\x14shelf_capacity_bytes\x18\x03 \x01(\x03\x12\x16\n\x0epacks_computed\x18\x04 \x01(\x03\x12\x18\n\x10packs_recomputed\x18\x05 \x01(\x03\x12 \n\x18target_tokens_per_second\x18\x06 \x01(\x01\x12\x45\n\rsubscriptions\x18\x07 \x03(\x0b\x32..slipstream.hidden_states.v1.SubscriptionStats\x12\x0e\n\x06stream\x18\x08 \x01(\t\"\xf1\x01\n\x11SubscriptionStats\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x14\n\x0cpacks_leased\x18\x02 \x01(\x03\x12\x17\n\x0fpacks_committed\x18\x03 \x01(\x03\x12\x16\n\x0eleases_expired\x18\x04 \x01(\x03\x12\x19\n\x11packs_quarantined\x18\x05 \x01(\x03\x12\x11\n\tlag_packs\x18\x06 \x01(\x03\x12\x1a\n\x12trainer_wait_ratio\x18\x07 \x01(\x01\x12\x1c\n\x14trainer_wait_seconds\x18\x08 \x01(\x01\x12\x17\n\x0fserving_seconds\x18\t \x01(\x01\"\x14\n\x12\x44rainTargetRequest\"\x15\n\x13\x44rainTargetResponse2\x93\x05\n\x12StreamAdminService\x12\x82\x01\n\x11PauseSubscription\x12\x35.slipstream.hidden_states.v1.PauseSubscriptionRequest\x1a\x36.slipstream.hidden_states.v1.PauseSubscriptionResponse\x12\x85\x01\n\x12ResumeSubscription\x12\x36.slipstream.hidden_states.v1.ResumeSubscriptionRequest\x1a\x37.slipstream.hidden_states.v1.ResumeSubscriptionResponse\x12\x82\x01\n\x11\x43loseSubscription\x12\x35.slipstream.hidden_states.v1.CloseSubscriptionRequest\x1a\x36.slipstream.hidden_states.v1.CloseSubscriptionResponse\x12y\n\x0eGetStreamStats\x12\x32.slipstream.hidden_states.v1.GetStreamStatsRequest\x1a\x33.slipstream.hidden_states.v1.GetStreamStatsResponse\x12p\n\x0b\x44rainTarget\x12/.slipstream.hidden_states.v1.DrainTargetRequest\x1a\x30.slipstream.hidden_states.v1.DrainTargetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,15 +44,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLOSESUBSCRIPTIONRESPONSE']._serialized_start=297
   _globals['_CLOSESUBSCRIPTIONRESPONSE']._serialized_end=324
   _globals['_GETSTREAMSTATSREQUEST']._serialized_start=326
-  _globals['_GETSTREAMSTATSREQUEST']._serialized_end=365
-  _globals['_GETSTREAMSTATSRESPONSE']._serialized_start=368
-  _globals['_GETSTREAMSTATSRESPONSE']._serialized_end=624
-  _globals['_SUBSCRIPTIONSTATS']._serialized_start=627
-  _globals['_SUBSCRIPTIONSTATS']._serialized_end=813
-  _globals['_DRAINTARGETREQUEST']._serialized_start=815
-  _globals['_DRAINTARGETREQUEST']._serialized_end=835
-  _globals['_DRAINTARGETRESPONSE']._serialized_start=837
-  _globals['_DRAINTARGETRESPONSE']._serialized_end=858
-  _globals['_STREAMADMINSERVICE']._serialized_start=861
-  _globals['_STREAMADMINSERVICE']._serialized_end=1520
+  _globals['_GETSTREAMSTATSREQUEST']._serialized_end=387
+  _globals['_GETSTREAMSTATSRESPONSE']._serialized_start=390
+  _globals['_GETSTREAMSTATSRESPONSE']._serialized_end=662
+  _globals['_SUBSCRIPTIONSTATS']._serialized_start=665
+  _globals['_SUBSCRIPTIONSTATS']._serialized_end=906
+  _globals['_DRAINTARGETREQUEST']._serialized_start=908
+  _globals['_DRAINTARGETREQUEST']._serialized_end=928
+  _globals['_DRAINTARGETRESPONSE']._serialized_start=930
+  _globals['_DRAINTARGETRESPONSE']._serialized_end=951
+  _globals['_STREAMADMINSERVICE']._serialized_start=954
+  _globals['_STREAMADMINSERVICE']._serialized_end=1613
 # @@protoc_insertion_point(module_scope)

@@ -37,13 +37,15 @@ class CloseSubscriptionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStreamStatsRequest(_message.Message):
-    __slots__ = ("stream",)
+    __slots__ = ("stream", "subscription")
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     stream: str
-    def __init__(self, stream: _Optional[str] = ...) -> None: ...
+    subscription: str
+    def __init__(self, stream: _Optional[str] = ..., subscription: _Optional[str] = ...) -> None: ...
 
 class GetStreamStatsResponse(_message.Message):
-    __slots__ = ("packs_ready", "shelf_size_bytes", "shelf_capacity_bytes", "packs_computed", "packs_recomputed", "target_tokens_per_second", "subscriptions")
+    __slots__ = ("packs_ready", "shelf_size_bytes", "shelf_capacity_bytes", "packs_computed", "packs_recomputed", "target_tokens_per_second", "subscriptions", "stream")
     PACKS_READY_FIELD_NUMBER: _ClassVar[int]
     SHELF_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHELF_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +53,7 @@ class GetStreamStatsResponse(_message.Message):
     PACKS_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     packs_ready: int
     shelf_size_bytes: int
     shelf_capacity_bytes: int
@@ -58,10 +61,11 @@ class GetStreamStatsResponse(_message.Message):
     packs_recomputed: int
     target_tokens_per_second: float
     subscriptions: _containers.RepeatedCompositeFieldContainer[SubscriptionStats]
-    def __init__(self, packs_ready: _Optional[int] = ..., shelf_size_bytes: _Optional[int] = ..., shelf_capacity_bytes: _Optional[int] = ..., packs_computed: _Optional[int] = ..., packs_recomputed: _Optional[int] = ..., target_tokens_per_second: _Optional[float] = ..., subscriptions: _Optional[_Iterable[_Union[SubscriptionStats, _Mapping]]] = ...) -> None: ...
+    stream: str
+    def __init__(self, packs_ready: _Optional[int] = ..., shelf_size_bytes: _Optional[int] = ..., shelf_capacity_bytes: _Optional[int] = ..., packs_computed: _Optional[int] = ..., packs_recomputed: _Optional[int] = ..., target_tokens_per_second: _Optional[float] = ..., subscriptions: _Optional[_Iterable[_Union[SubscriptionStats, _Mapping]]] = ..., stream: _Optional[str] = ...) -> None: ...
 
 class SubscriptionStats(_message.Message):
-    __slots__ = ("subscription", "packs_leased", "packs_committed", "leases_expired", "packs_quarantined", "lag_packs", "trainer_wait_ratio")
+    __slots__ = ("subscription", "packs_leased", "packs_committed", "leases_expired", "packs_quarantined", "lag_packs", "trainer_wait_ratio", "trainer_wait_seconds", "serving_seconds")
     SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     PACKS_LEASED_FIELD_NUMBER: _ClassVar[int]
     PACKS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +73,8 @@ class SubscriptionStats(_message.Message):
     PACKS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LAG_PACKS_FIELD_NUMBER: _ClassVar[int]
     TRAINER_WAIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SERVING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     subscription: str
     packs_leased: int
     packs_committed: int
@@ -76,7 +82,9 @@ class SubscriptionStats(_message.Message):
     packs_quarantined: int
     lag_packs: int
     trainer_wait_ratio: float
-    def __init__(self, subscription: _Optional[str] = ..., packs_leased: _Optional[int] = ..., packs_committed: _Optional[int] = ..., leases_expired: _Optional[int] = ..., packs_quarantined: _Optional[int] = ..., lag_packs: _Optional[int] = ..., trainer_wait_ratio: _Optional[float] = ...) -> None: ...
+    trainer_wait_seconds: float
+    serving_seconds: float
+    def __init__(self, subscription: _Optional[str] = ..., packs_leased: _Optional[int] = ..., packs_committed: _Optional[int] = ..., leases_expired: _Optional[int] = ..., packs_quarantined: _Optional[int] = ..., lag_packs: _Optional[int] = ..., trainer_wait_ratio: _Optional[float] = ..., trainer_wait_seconds: _Optional[float] = ..., serving_seconds: _Optional[float] = ...) -> None: ...
 
 class DrainTargetRequest(_message.Message):
     __slots__ = ()

@@ -204,3 +204,36 @@ def test_a_stream_is_retired_only_when_nobody_uses_it(desk: LedgerDesk) -> None:
     assert desk.ledger.terms_without_shelf(name) == terms("a")
     desk.ledger.add_stream(STREAM, desk.shelf)
     assert desk.get(name, incarnation) == [1]
+
+
+def test_how_long_a_run_waits_for_packs(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    (idle,) = desk.control.counters(STREAM, of_subscription=name).subscriptions
+    assert (idle.trainer_wait_seconds, idle.serving_seconds, idle.trainer_wait_ratio) == (0.0, 0.0, 0.0)
+    desk.ask(name, incarnation)
+    desk.pass_time(4.0)
+    subscription = desk.book.subscriptions[name]
+    subscription.begin_wait(desk.now)  # two threads of one trainer wait at the same time
+    desk.pass_time(2.0)
+    subscription.begin_wait(desk.now)
+    subscription.end_wait(desk.now)
+    desk.pass_time(1.0)
+    (waits,) = desk.control.counters(STREAM).subscriptions
+    assert (waits.trainer_wait_seconds, waits.serving_seconds) == (3.0, 7.0), "a poll in progress counts so far"
+    subscription.end_wait(desk.now)
+    desk.pass_time(5.0)
+    counters = desk.control.counters("", of_subscription=name)
+    assert (counters.stream, counters.subscriptions[0].trainer_wait_ratio) == (STREAM, 0.25)
+
+
+def test_counters_of_what_is_not_there(desk: LedgerDesk) -> None:
+    name, _ = desk.join("a")
+    desk.control.close(name)
+    for query, reason in (
+        ({"stream": "streams/none"}, Reason.SUBSCRIPTION_UNKNOWN),
+        ({"stream": "", "of_subscription": "subscriptions/none"}, Reason.SUBSCRIPTION_UNKNOWN),
+        ({"stream": "", "of_subscription": name}, Reason.STREAM_CLOSED),
+    ):
+        with pytest.raises(SlipstreamError) as refused:
+            desk.control.counters(**query)
+        assert refused.value.reason is reason
