@@ -2,7 +2,7 @@
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, setText } from "./dom.js";
-import { integer, measure, percent, rate } from "./format.js";
+import { compact, integer, measure, percent, rate } from "./format.js";
 import { trailingMean } from "./series.js";
 
 export const SMOOTH_WIDTH = 20;
@@ -26,7 +26,7 @@ export const CHARTS = [
   {
     id: "accepted",
     title: "Accepted length",
-    remark: "tokens per target pass, bonus token included; estimated on training packs",
+    remark: "tokens per target pass, on training packs",
     curves: [
       { label: "step", read: column("accepted"), color: "--curve-2", faint: true, axis: "left", show: measure },
       { label: `mean of ${SMOOTH_WIDTH}`, read: smooth("accepted"), color: "--curve-2", axis: "left", show: measure },
@@ -38,16 +38,16 @@ export const CHARTS = [
     remark: "the norm before clipping",
     curves: [
       { label: "learning rate", read: column("learningRate"), color: "--curve-3", axis: "left", show: measure },
-      { label: "gradient norm", read: column("gradientNorm"), color: "--curve-4", axis: "right", show: measure },
+      { label: "gradient norm", read: column("gradientNorm"), color: "--curve-4", thin: true, axis: "right", show: measure },
     ],
   },
   {
     id: "pace",
     title: "Pace",
-    remark: "share of time in which the trainer waited for packs",
+    remark: "data wait: share of time without packs",
     curves: [
-      { label: "tokens/s", read: column("tokensPerSecond"), color: "--curve-5", axis: "left", show: rate, fromZero: true },
-      { label: "data wait", read: column("dataWait"), color: "--curve-4", axis: "right", show: percent, share: true },
+      { label: "tokens/s", read: column("tokensPerSecond"), color: "--curve-5", thin: true, axis: "left", show: rate, fromZero: true },
+      { label: "data wait", read: column("dataWait"), color: "--curve-4", thin: true, axis: "right", show: percent, share: true },
     ],
   },
 ];
@@ -141,6 +141,7 @@ class Chart {
       this.#plot.setScale("x", range);
     });
     this.node.dataset.points = String(series.length);
+    this.node.dataset.lastStep = String(last);
     this.#show(this.#plot.cursor.idx);
   }
 
@@ -163,17 +164,17 @@ class Chart {
     const color = (name) => style.getPropertyValue(name).trim();
     const grid = { stroke: color("--chart-grid"), width: 1 };
     const axis = { stroke: color("--text-quiet"), font: `11px ${style.fontFamily}`, grid, ticks: { show: false } };
-    const numbers = (curve) => (_plot, splits) => splits.map((value) => (value === null ? "" : curve.show(value)));
+    const numbers = (curve) => (_plot, splits) => splits.map(curve.share ? (value) => percent(value) : compact);
     const sides = ["left", "right"].flatMap((side) => {
       const curve = this.#definition.curves.find((one) => one.axis === side);
       if (!curve) return [];
-      const own = { ...axis, scale: side, size: 58, gap: 4, values: numbers(curve) };
+      const own = { ...axis, scale: side, size: 52, gap: 4, values: numbers(curve) };
       return [side === "left" ? own : { ...own, side: 1, grid: { show: false } }];
     });
     return {
       width,
       height: HEIGHT,
-      padding: [8, this.#definition.curves.some((one) => one.axis === "right") ? 0 : 12, 0, 0],
+      padding: [8, this.#definition.curves.some((one) => one.axis === "right") ? 0 : 22, 0, 0],
       legend: { show: false },
       scales: { x: { time: false }, ...this.#scales() },
       axes: [{ ...axis, size: 26, gap: 4, values: (_plot, splits) => splits.map(wholeStep) }, ...sides],
@@ -181,7 +182,7 @@ class Chart {
         label: curve.label,
         scale: curve.axis,
         stroke: color(curve.faint ? `${curve.color}-faint` : curve.color),
-        width: curve.faint ? 1 : 1.75,
+        width: curve.faint || curve.thin ? 1 : 1.75,
         // A single point has no line.
         points: { show: (plot) => plot.data[0].length <= FEWEST_STEPS_SHOWN },
       }))],

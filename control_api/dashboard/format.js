@@ -19,6 +19,14 @@ export function measure(value) {
   return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
 }
 
+/** As short as an axis wants it. */
+export function compact(value) {
+  if (!isNumber(value)) return "";
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+  return size >= 1000 ? INTEGER.format(value) : String(Number(value.toPrecision(4)));
+}
+
 export function percent(fraction, digits = 0) {
   return isNumber(fraction) ? `${(fraction * 100).toFixed(digits)} %` : NOTHING;
 }

@@ -134,11 +134,11 @@ class Overview {
 
   #wake = null;
 
-  /** The losses so far, one run after the other; what comes later is added as it is seen. */
+  /** The losses so far, one run after the other, short ones first; what comes later is added as it is seen. */
   async drawCurves() {
     this.#signal.addEventListener("abort", () => this.#wake?.());
     while (!this.#signal.aborted) {
-      const row = this.#waiting.shift();
+      const row = this.#waiting.sort((one, other) => other.steps - one.steps).pop();
       if (row) await this.#load(row);
       else await new Promise((resolve) => (this.#wake = resolve));
     }
@@ -159,15 +159,17 @@ class RunRow {
   #name;
   #series = new MetricSeries();
   #sparkline = new Sparkline();
+  #isLoaded = false;
   #state = badge("PENDING");
   #note = h("span", { class: "detail" });
   #bar = h("progress", { max: "1" });
   #steps = h("span", { class: "detail" });
   #cells = { loss: h("td", { class: "number" }), accepted: h("td", { class: "number" }),
-    pace: h("td", { class: "number" }), eta: h("td", { class: "number" }) };
+    pace: h("td", { class: "number pace" }), eta: h("td", { class: "number" }) };
 
   constructor(run) {
     this.#name = run.name;
+    this.steps = run.progress.step;
     const { loss, accepted, pace, eta } = this.#cells;
     const labels = { loss: "Loss", accepted: "Accepted length", pace: "Tokens/s", eta: "ETA" };
     for (const [name, cell] of Object.entries(this.#cells)) cell.dataset.label = labels[name];
@@ -181,12 +183,19 @@ class RunRow {
   async load(signal) {
     await pages(runPath(this.#name, "/metrics"), "metrics", (page) => page.forEach((one) => this.#series.add(one)),
       signal, SPARKLINE_RECORDS);
-    this.#sparkline.draw(this.#series.steps, this.#series.columns.loss);
+    this.#isLoaded = true;
+    this.#draw();
+  }
+
+  #draw() {
+    if (this.#isLoaded) this.#sparkline.draw(this.#series.steps, this.#series.columns.loss);
   }
 
   update(run) {
     setBadge(this.#state, run.state);
-    setText(this.#note, run.conditions[0]?.message || run.note.split("\n")[0]);
+    const remark = run.reason ? `${run.reason}: ${run.message}` : run.conditions[0]?.message || run.note;
+    setText(this.#note, remark.split("\n")[0]);
+    this.#note.title = remark;
     const { step, max_steps: total, fraction, eta_seconds: eta } = run.progress;
     this.#bar.value = fraction ?? 0;
     this.#bar.setAttribute("aria-label", `${run.name}: ${percent(fraction)}`);
@@ -194,7 +203,7 @@ class RunRow {
     const latest = run.latest_metrics;
     if (latest) {
       this.#series.add({ step: latest.step, record: latest });
-      this.#sparkline.draw(this.#series.steps, this.#series.columns.loss);
+      this.#draw();
     }
     setText(this.#cells.loss, measure(latest?.loss));
     setText(this.#cells.accepted, measure(latest?.mean_matched_prefix_with_bonus));

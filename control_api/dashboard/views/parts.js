@@ -50,13 +50,13 @@ export function empty(text, ...commands) {
   return h("div", { class: "empty" }, h("p", {}, text), commands.map((one) => command(one)));
 }
 
-export function trainerRow(trainer) {
+export function trainerRow(trainer, { withRun = true } = {}) {
   return h("li", { class: "row" },
     h("span", { class: "name" }, trainer.name), badge(trainer.status),
     h("span", { class: "detail" }, devices(trainer.devices), trainer.host ? ` on ${trainer.host}` : ""),
     h("span", { class: "detail end" },
-      trainer.run ? h("a", { href: `#/runs/${encodeURIComponent(trainer.run)}` }, trainer.run) : "no run",
-      " · heard ", moment(trainer.last_seen_at, { relative: true })));
+      withRun ? [trainer.run ? h("a", { href: `#/runs/${encodeURIComponent(trainer.run)}` }, trainer.run) : "no run", " · "] : null,
+      "heard ", moment(trainer.last_seen_at, { relative: true })));
 }
 
 export function targetRow(target) {

@@ -1,11 +1,11 @@
 // One run: where it stands, its curves, what happened, and the three buttons.
 
 import { Refused, Unreachable, all, get, pages, pause, poll, runPath, send } from "../api.js";
-import { ChartGroup } from "../charts.js";
+import { ChartGroup, SMOOTH_WIDTH } from "../charts.js";
 import { fill, h, setShown, setText } from "../dom.js";
 import { follow } from "../feed.js";
 import { duration, integer, measure, percent, plural, rate } from "../format.js";
-import { MetricSeries } from "../series.js";
+import { MetricSeries, trailingMean } from "../series.js";
 import { Figure, badge, moment, notice, setBadge, targetRow, trainerRow } from "./parts.js";
 import { Checkpoints, Definition, Logs, Timeline } from "./run_records.js";
 
@@ -168,7 +168,7 @@ class RunView {
     ]);
     const own = trainers.filter((one) => this.#run.trainers.includes(one.name));
     fill(this.#workers,
-      own.length ? own.map(trainerRow) : h("li", { class: "row" }, h("span", { class: "detail" }, "No trainer works on it now.")),
+      own.length > 0 ? own.map((one) => trainerRow(one, { withRun: false })) : h("li", { class: "row" }, h("span", { class: "detail" }, "No trainer works on it now.")),
       targets.filter((one) => one.name === this.#run.target).map(targetRow));
     if (this.#run.latest_checkpoint_step !== this.#checkpointStep) {
       const list = await all(runPath(this.#name, "/checkpoints"), "checkpoints", this.#signal);
@@ -188,14 +188,20 @@ class RunView {
     this.#showNotices(run);
     this.#showProgress(run);
     const latest = run.latest_metrics;
-    this.#figures.loss.show(measure(latest?.loss));
-    this.#figures.accepted.show(measure(latest?.mean_matched_prefix_with_bonus), "tokens per pass");
+    this.#figures.loss.show(measure(latest?.loss), this.#mean("loss"));
+    this.#figures.accepted.show(measure(latest?.mean_matched_prefix_with_bonus), this.#mean("accepted"));
     const pace = run.throughput;
     const target = pace?.target_tokens_per_second;
     this.#figures.pace.show(rate(pace?.trainer_tokens_per_second), typeof target === "number" ? `target ${rate(target)}` : "");
     this.#figures.wait.show(percent(pace?.data_wait_ratio), pace?.bottleneck ? `bottleneck: ${pace.bottleneck.toLowerCase()}` : "");
-    this.#figures.checkpoint.show(integer(run.latest_checkpoint_step), run.latest_checkpoint_step === null ? "" : "step");
+    this.#figures.checkpoint.show(integer(run.latest_checkpoint_step), run.latest_checkpoint_step === null ? "" : "newest step on disk");
     document.title = `${run.state} ${percent(run.progress.fraction)} · ${run.name}`;
+  }
+
+  /** One step is noise; what the last ones say together. */
+  #mean(name) {
+    const mean = trailingMean(this.#series.columns[name].slice(-SMOOTH_WIDTH), SMOOTH_WIDTH).at(-1) ?? null;
+    return mean === null ? "" : `mean of ${SMOOTH_WIDTH}: ${measure(mean)}`;
   }
 
   #showNotices(run) {
