@@ -67,7 +67,8 @@ class SlipstreamError(Exception):
         2 recipe or flag, 3 data, model or path, 4 machine, port or database, 5 disk, 6 memory, 7 a newer owner,
         8 target and run do not fit, 9 loss not finite, 11 checkpoint, 12 output differs from plain decoding,
         13 no such run, target or trainer, 14 not possible in the present state, 15 no control API answers or it is not
-        ready, 16 access denied, 18 another stack is up in this home, 19 a process of a stack keeps dying, else 1. What the command line adds is in `docs/cli.md`.
+        ready, 16 access denied, 18 another stack is up in this home, 19 a process of a stack keeps dying, else 1. What
+        the command line adds is in `docs/cli.md`.
         """
         return _EXIT_CODES.get(self.reason, 1)
 

@@ -14,11 +14,13 @@ COMMANDS = {
     "checkpoint": "checkpoints of a run",
     "demo": "train a drafter for a small real model on this machine, in minutes",
     "doctor": "what this machine has, what is missing, and what will run where",
+    "down": "stop the local stack: trainers save first",
     "eval": "decode prompts with a trained drafter: accepted length, speed, losslessness",
     "recipe": "print a run definition, resolved, with where each value came from",
     "run": "runs of a control API: create, list, watch, pause, resume, stop, delete",
     "target": "target servers that a control API knows",
     "trainer": "trainers: start, list, attach to a run, detach",
+    "up": "bring up control API, target server and trainers on this machine, and keep them up",
     "version": "print versions",
 }
 """Every command with its line in `slipstream --help`; the module of the same name in `commands` does the work.

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
-ProcessState = Literal["STARTING", "READY", "WAITING", "GAVE_UP"]
-"""WAITING: it died and will be started again."""
+ProcessState = Literal["STARTING", "READY", "WAITING", "GAVE_UP", "STOPPING"]
+"""WAITING: it will be started, again if it died. STOPPING: it is no longer wanted."""
 StackState = Literal["STARTING", "READY", "DEGRADED", "STOPPING"]
 """DEGRADED: a process gave up; the others run."""
 

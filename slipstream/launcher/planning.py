@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
-from slipstream.launcher.stack import API, TARGET, ApiPart, Stack, TargetPart, TrainerPart, free_name, require_device
+from slipstream.launcher.stack import (
+    API,
+    TARGET,
+    ApiPart,
+    ServicePart,
+    Stack,
+    TargetPart,
+    TrainerPart,
+    free_name,
+    require_device,
+)
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
 from slipstream.packaged_model import RECIPE, given_model, packaged_model
@@ -94,6 +104,7 @@ def plan_stack(wanted: Wanted, before: Stack | None, *, working_directory: Path)
         data_roots=tuple(dict.fromkeys((*roots, *(str(root.absolute()) for root in wanted.data_roots)))),
         confined=bool(wanted.data_roots) or (base is not None and base.confined),
         token_file=token_file,
+        example=base.example if base else (),
     )
     return _placed(stack, wanted, base, model)
 
@@ -208,7 +219,7 @@ def with_addresses(stack: Stack, before: Stack | None, is_ours: Callable[[str], 
         SlipstreamError: PORT_IN_USE; SPEC_INVALID, the host is not of this machine.
     """
 
-    def settle(part: ApiPart | TargetPart, earlier: ApiPart | TargetPart | None, name: str) -> dict[str, str]:
+    def settle(part: ServicePart, earlier: ServicePart | None, name: str) -> dict[str, str]:
         kept = earlier.address if earlier and earlier.listen == part.listen else None
         if kept is not None and is_ours(name):
             return {"address": kept}
@@ -247,7 +258,21 @@ def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec 
         return stack
     listen = _listen(wanted.target_listen, before.listen if before else TARGET_LISTEN)
     target = TargetPart(name=TARGET_NAME, listen=listen, address="", model=model, device=device, threads=threads)
-    return stack.model_copy(update={"target": target})
+    example = stack.example or _example(wanted, model, stack.trainers)
+    return stack.model_copy(update={"target": target, "example": example})
+
+
+def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...]) -> tuple[str, ...]:
+    """Arguments of `slipstream run create` for the recipe that the stack was planned from."""
+    overrides = list(wanted.overrides)
+    if wanted.recipe is None or wanted.model is not None:
+        overrides.append(f"target.model={model.model}")
+    if wanted.recipe is None and any(trainer.device != "cpu" for trainer in trainers):
+        overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
+    recipe = wanted.recipe or RECIPE
+    # It is used in another directory, perhaps.
+    recipe = str(Path(recipe).absolute()) if Path(recipe).exists() else recipe
+    return (recipe, *(word for item in overrides for word in ("--set", item)))
 
 
 def _count_gpus(wanted: Wanted) -> int:

@@ -34,22 +34,24 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ApiPart(_Part):
-    """The control API."""
+class ServicePart(_Part):
+    """A process that others connect to."""
 
     listen: str
     """HOST:PORT as asked for; the port may be 0."""
     address: str
-    """The same with the port in use, kept over restarts: agents must find the API again."""
+    """The same with the port in use, kept over restarts: others must find it again."""
 
 
-class TargetPart(_Part):
+class ApiPart(ServicePart):
+    """The control API."""
+
+
+class TargetPart(ServicePart):
     """The target server."""
 
     name: str
     """Under which the control API knows it."""
-    listen: str
-    address: str
     model: TargetSpec
     device: str
     threads: Threads = None
@@ -75,6 +77,8 @@ class Stack(_Part):
     confined: bool = False
     """Whether that holds on loopback too, where any file of this machine may be named otherwise."""
     token_file: str | None = None
+    example: tuple[str, ...] = ()
+    """Arguments of `slipstream run create` for a run that fits the target."""
 
     @model_validator(mode="after")
     def _names_are_usable(self) -> Self:

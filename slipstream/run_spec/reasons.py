@@ -63,5 +63,8 @@ class Reason(StrEnum):
     DATABASE_NEWER = "DATABASE_NEWER"
     DATABASE_LOCKED = "DATABASE_LOCKED"
     DATABASE_READ_ONLY = "DATABASE_READ_ONLY"
+    # A local stack.
+    STACK_DIFFERS = "STACK_DIFFERS"
+    STACK_FAILED = "STACK_FAILED"
     # Everything we did not foresee.
     INTERNAL = "INTERNAL"

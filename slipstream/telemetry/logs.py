@@ -13,7 +13,7 @@ _FIELDS = "slipstream_fields"
 _RESERVED = frozenset({"time", "level", "program", "event"})
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:@%+,-[]()#~")
 # Libraries that narrate; their warnings are kept.
-_CHATTY = ("asyncio", "grpc", "h5py", "httpcore", "httpx", "torch", "transformers", "urllib3")
+_CHATTY = ("asyncio", "grpc", "h5py", "httpcore", "httpcore2", "httpx", "httpx2", "torch", "transformers", "urllib3")
 
 
 def configure_logging(program: str, *, level: str = "info", json: bool = False) -> None:
