@@ -17,6 +17,7 @@ from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.feature_noise import FeatureNoise
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
@@ -99,6 +100,7 @@ class TrainingStep:
             logit_soft_cap=config.logit_soft_cap,
             device=self.device,
         )
+        self._noise = FeatureNoise(spec.train.feature_noise, spec.train.seed, self.device)
         self._needs_target_states = spec.loss.needs_target_distribution
         self._forward = self._hidden_states
         self._chunk_loss = None
@@ -150,7 +152,8 @@ class TrainingStep:
         )
         positions = pack.tensors["position_ids"]
         attention = build_block_attention(self._layout, pack.anchors, positions)
-        features = torch.cat([pack.tensors[name] for name in config.feature_names], dim=-1).to(self._compute_dtype)
+        captured = [pack.tensors[name] for name in config.feature_names]
+        features = torch.cat(self._noise.add(captured, pack.sequence_number), dim=-1).to(self._compute_dtype)
         hidden = self._forward(features, targets.block_ids, positions, targets.block_positions, attention)
         return drafter_loss(
             hidden, self._frozen.head, targets, self._loss_config, self._chunk_loss, self._target_states(pack)

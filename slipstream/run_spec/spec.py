@@ -221,6 +221,8 @@ class TrainSpec(Section):
     """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
     anchors_per_pack: PositiveInt = 512
     """Anchors drawn per pack (A)."""
+    feature_noise: Annotated[float, Field(ge=0.0)] = 0.0
+    """Gaussian noise on the target's features in training, as a share of their root mean square."""
     packs_per_step: PositiveInt = 1
     """Packs in one optimizer step (G)."""
     max_steps: PositiveInt | None = None
