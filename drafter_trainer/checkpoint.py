@@ -3,8 +3,9 @@
     step-00000042/{drafter.safetensors, drafter_config.json, optimizer.safetensors, rng.safetensors, state.json,
                    manifest.json}
 
-`step-00000042` has trained 42 steps: 0 … 41. `drafter.safetensors` (float32 masters, names as in the DFlash formats)
-and `drafter_config.json` are all that evaluation needs. `latest` is a symbolic link, replaced atomically.
+`step-00000042` has trained 42 steps: 0 … 41. `drafter.safetensors` (float32, names as in the DFlash formats; the moving
+average of a run that keeps one, whose masters are then with the optimizer) and `drafter_config.json` are all that
+evaluation needs. `latest` is a symbolic link, replaced atomically.
 `.unfinished-*` and `.replaced-*` are what a killed trainer can leave behind: a new one half written, an old one that
 was about to make room for a new one of the same name.
 """

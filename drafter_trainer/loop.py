@@ -10,10 +10,10 @@ from drafter_trainer.checkpoint import Checkpoint, CheckpointState, Cursor, Loop
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.metrics import MetricsFile
-from drafter_trainer.optimizer import learning_rate
 from drafter_trainer.progress import Progress
 from drafter_trainer.resume import rng_state, versions
 from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.schedule import learning_rate
 from drafter_trainer.step import PendingStep, StepNumbers, TrainingStep
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.target_link import TargetLink
@@ -187,7 +187,7 @@ class TrainingLoop:
             checkpoint = Checkpoint(
                 state=state,
                 drafter_config=self._parts.config.to_json(),
-                drafter=self._parts.step.optimizer.weights(),
+                drafter=self._parts.step.optimizer.deployed_weights(),
                 optimizer=self._parts.step.optimizer.state_tensors(),
                 rng=rng_state(),
             )

@@ -1,33 +1,21 @@
-"""AdamW with float32 master weights in one flat buffer: a step is a handful of kernels, whatever the layer count.
+"""Float32 master weights, gradients and optimizer state of a drafter, in flat buffers, behind one step.
 
-The kernel is the one behind `torch.optim.AdamW(fused=True)`, called directly: that class keeps a state per tensor,
-where one per buffer is wanted, and constructing it loads torch's compiler, two seconds that a CPU run can do without.
-
-A small drafter is bound by launches, not by arithmetic: norm, clipping and update each touch one buffer instead of one
-tensor per weight. The module computes with views of the buffer (float32) or of a reduced copy of it (bfloat16).
+The module computes with views of the masters (float32) or of a reduced copy of them (bfloat16). Matrices are updated by
+AdamW or Muon, norms always by AdamW; a moving average follows where the recipe asks for one.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from drafter_trainer.adamw import AdamW
+from drafter_trainer.ema import WeightAverage
+from drafter_trainer.flat_parameters import FlatLayout, FlatSegment
+from drafter_trainer.muon import MatrixMuon
+from drafter_trainer.update_rule import StepScale, UpdateRule
 from slipstream.run_spec.spec import OptimizerSpec
-
-# Every weight starts at a multiple of so many elements, so that views are aligned for any kernel and any dtype.
-_ALIGNMENT = 64
-
-
-def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
-    """Linear warm-up, then cosine from `learning_rate` to `final_fraction` of it; a pure function of the step."""
-    warmup_steps = round(spec.warmup_fraction * total_steps)
-    if step < warmup_steps:
-        return spec.learning_rate * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return spec.learning_rate * (spec.final_fraction + (1.0 - spec.final_fraction) * cosine)
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,8 @@ class AppliedStep:
 
 
 class DrafterOptimizer:
-    """Owns the master weights, the gradients (float32) and the AdamW state of a module whose parameters it takes over.
+    """Owns the master weights, the gradients (float32) and the optimizer state of a module whose parameters it takes
+    over.
 
     Weight decay applies to matrices only: shrinking a norm's gain towards zero regularises nothing.
     """
@@ -51,27 +40,23 @@ class DrafterOptimizer:
     ) -> None:
         """Move the parameters of `module` into flat buffers on their device; their values become float32 masters."""
         self._spec = spec
-        named = sorted(module.named_parameters(), key=lambda item: item[1].dim() < 2)
-        self.parameters: tuple[nn.Parameter, ...] = tuple(parameter for _, parameter in named)
-        self._names = tuple(name for name, _ in named)
-        self._offsets, size = _layout(self.parameters)
-        device = self.parameters[0].device
+        matrices = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() >= 2]
+        vectors = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() < 2]
+        self.parameters: tuple[nn.Parameter, ...] = tuple(parameter for _, parameter in matrices + vectors)
+        self._layout = FlatLayout.of(matrices + vectors)
+        size, device = self._layout.size, self.parameters[0].device
         self._master, self._gradient = torch.zeros(size, device=device), torch.zeros(size, device=device)
-        self._master_views, self._gradient_views = self._views(self._master), self._views(self._gradient)
+        self._master_views, self._gradient_views = self._layout.views(self._master), self._layout.views(self._gradient)
         # Where the gradient of a later pack becomes float32 before it is added; one pack needs no sum.
         self._addend = torch.zeros(size if packs_per_step > 1 else 0, device=device)
-        self._addend_views = self._views(self._addend) if packs_per_step > 1 else []
+        self._addend_views = self._layout.views(self._addend) if packs_per_step > 1 else []
         self._packs_added = 0
         torch._foreach_copy_(self._master_views, [parameter.detach() for parameter in self.parameters])
         self._compute = self._master if compute_dtype == torch.float32 else self._master.to(compute_dtype)
-        for parameter, view in zip(self.parameters, self._views(self._compute), strict=True):
+        for parameter, view in zip(self.parameters, self._layout.views(self._compute), strict=True):
             parameter.data = view
-        matrices_end = next((o for o, p in zip(self._offsets, self.parameters, strict=True) if p.dim() < 2), size)
-        self._segments = (
-            (slice(0, matrices_end), spec.weight_decay),
-            (slice(matrices_end, size), 0.0),
-        )
-        self._exp_avg, self._exp_avg_sq = torch.zeros_like(self._master), torch.zeros_like(self._master)
+        self._rules = self._make_rules(FlatLayout.of(matrices), FlatLayout.of(vectors))
+        self._average = None if spec.ema_decay is None else WeightAverage(self._master, spec.ema_decay)
         # Float32, because the kernel wants it so; exact up to 16 million steps.
         self._applied_steps = torch.zeros((), device=device)
 
@@ -87,11 +72,11 @@ class DrafterOptimizer:
     def apply(self, step_learning_rate: float, loss: Tensor, weight: Tensor) -> AppliedStep:
         """Divide the gradients by `weight`, clip, update, and begin a new sum.
 
-        Where `loss` or the gradient is not finite, weights and AdamW state stay as they are; that is decided on the
+        Where `loss` or the gradient is not finite, weights and optimizer state stay as they are; that is decided on the
         device, without a host sync.
 
         Args:
-            step_learning_rate: for this step.
+            step_learning_rate: for this step, of AdamW.
             loss: float32 [], of the step.
             weight: float32 [], positive: what the summed numerators of the step are divided by.
         """
@@ -100,82 +85,64 @@ class DrafterOptimizer:
         not_finite = (~finite).float()
         clip = (norm / self._spec.clip_norm).clamp(min=1.0)
         self._applied_steps += 1.0 - not_finite
-        # The kernel divides gradients by grad_scale, and changes nothing where found_inf is 1.
-        for segment, weight_decay in self._segments:
-            torch._fused_adamw_(
-                [self._master[segment]],
-                [self._gradient[segment]],
-                [self._exp_avg[segment]],
-                [self._exp_avg_sq[segment]],
-                [],
-                [self._applied_steps],
-                amsgrad=False,
-                lr=step_learning_rate,
-                beta1=self._spec.betas[0],
-                beta2=self._spec.betas[1],
-                weight_decay=weight_decay,
-                eps=self._spec.epsilon,
-                maximize=False,
-                grad_scale=clip * weight,
-                found_inf=not_finite,
-            )
+        scale = StepScale(clip * weight, not_finite, self._applied_steps)
+        for rule in self._rules:
+            rule.update(step_learning_rate, scale)
+        if self._average is not None:
+            self._average.update(self._applied_steps, finite.float())
         self._packs_added = 0
         self._refresh_compute_weights()
         return AppliedStep(norm, finite.float())
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the masters in place from float32 tensors by parameter name, and clear the AdamW state.
+        """Set the masters in place from float32 tensors by parameter name, and clear the optimizer's state.
 
-        In place, because compiled code and recorded graphs hold the addresses.
+        In place, because compiled code and recorded graphs hold the addresses. A moving average begins anew there.
         """
-        for name, view in zip(self._names, self._master_views, strict=True):
+        for name, view in self.weights().items():
             view.copy_(weights[name])
-        for state in (self._exp_avg, self._exp_avg_sq, self._applied_steps):
-            state.zero_()
+        for rule in self._rules:
+            for tensor in rule.state().values():
+                tensor.zero_()
+        self._applied_steps.zero_()
+        if self._average is not None:
+            self._average.reset()
         self._packs_added = 0
         self._refresh_compute_weights()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set the AdamW state in place to what `state_tensors` returned."""
-        for kind, flat in self._moments():
-            for name, view in zip(self._names, self._views(flat), strict=True):
-                view.copy_(state[f"{kind}.{name}"])
-        self._applied_steps.copy_(state["step"])
+        """Set in place what `state_tensors` returned, after `load_weights` with what `deployed_weights` returned."""
+        for key, tensor in self.state_tensors().items():
+            tensor.copy_(state[key])
+        self._refresh_compute_weights()
 
     def weights(self) -> dict[str, Tensor]:
         """Float32 master weights by parameter name; views, not copies."""
-        return dict(zip(self._names, self._master_views, strict=True))
+        return self._layout.by_name(self._master)
+
+    def deployed_weights(self) -> dict[str, Tensor]:
+        """What is evaluated and exported, float32 by name: the moving average if there is one, else the masters."""
+        return self._layout.by_name(self._master if self._average is None else self._average.average)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW moments per parameter (`exp_avg.<name>`, `exp_avg_sq.<name>`) and the count of applied steps."""
-        tensors = {
-            f"{kind}.{name}": view
-            for kind, flat in self._moments()
-            for name, view in zip(self._names, self._views(flat), strict=True)
-        }
-        tensors["step"] = self._applied_steps
-        return tensors
+        """All that a resumed run needs besides `deployed_weights`: the rules' state, the count of applied steps
+        (`step`), and with a moving average the masters (`master.<name>`); views."""
+        tensors = {key: tensor for rule in self._rules for key, tensor in rule.state().items()}
+        if self._average is not None:
+            tensors |= self._layout.by_name(self._master, "master.")
+        return tensors | {"step": self._applied_steps}
 
-    def _moments(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-        return ("exp_avg", self._exp_avg), ("exp_avg_sq", self._exp_avg_sq)
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of a flat buffer with the parameters' shapes."""
-        return [
-            buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self._offsets, self.parameters, strict=True)
-        ]
+    def _make_rules(self, matrices: FlatLayout, vectors: FlatLayout) -> tuple[UpdateRule, ...]:
+        """Matrices lie before vectors."""
+        end = matrices.size
+        of_matrices = FlatSegment(matrices, self._master[:end], self._gradient[:end])
+        of_vectors = FlatSegment(vectors, self._master[end:], self._gradient[end:])
+        spec = self._spec
+        body: UpdateRule = (
+            MatrixMuon(of_matrices, spec) if spec.kind == "muon" else AdamW(of_matrices, spec, spec.weight_decay)
+        )
+        return body, AdamW(of_vectors, spec, 0.0)
 
     def _refresh_compute_weights(self) -> None:
         if self._compute is not self._master:
             self._compute.copy_(self._master)
-
-
-def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
-    """(offset of each parameter, total size), in elements."""
-    offsets: list[int] = []
-    size = 0
-    for parameter in parameters:
-        offsets.append(size)
-        size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-    return offsets, size

@@ -196,17 +196,38 @@ class LossSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """AdamW with float32 master weights, linear warm-up, cosine decay, clipping by global norm."""
+    """Float32 master weights, linear warm-up, a falling learning rate, clipping by global norm."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon for matrices, AdamW for norms."""
     learning_rate: PositiveFloat = 6e-4
+    """Of AdamW."""
+    muon_learning_rate: PositiveFloat | None = None
+    """Of the matrices, with the same schedule; default: 10 x learning_rate."""
+    muon_momentum: Fraction | None = None
+    """Default: 0.95."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     epsilon: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """How the learning rate falls; wsd: not before the last decay_fraction of the run, then linearly."""
     warmup_fraction: Fraction = 0.04
     """Share of the run's steps with a rising learning rate."""
+    decay_fraction: Fraction | None = None
+    """Share of the run's steps in which wsd falls; default: 0.2."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Learning rate at the end, as a share of learning_rate."""
     clip_norm: PositiveFloat = 1.0
+    ema_decay: Fraction | None = None
+    """Keep a moving average of the weights; it, not the last weights, is then what is evaluated and exported."""
+
+    @model_validator(mode="after")
+    def _settings_used(self) -> "OptimizerSpec":
+        if self.kind != "muon" and (self.muon_learning_rate, self.muon_momentum) != (None, None):
+            raise ValueError(f"muon_learning_rate and muon_momentum are for kind = 'muon'; kind is {self.kind!r}")
+        if self.schedule != "wsd" and self.decay_fraction is not None:
+            raise ValueError(f"decay_fraction is for schedule = 'wsd'; schedule is {self.schedule!r}")
+        return self
 
 
 class TrainSpec(Section):

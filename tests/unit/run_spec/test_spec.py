@@ -8,7 +8,16 @@ from pydantic import ValidationError
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.device import resolve_device
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, Section, StreamSpec, TrainSpec
+from slipstream.run_spec.spec import (
+    DataSpec,
+    DrafterSpec,
+    LossSpec,
+    OptimizerSpec,
+    RunSpec,
+    Section,
+    StreamSpec,
+    TrainSpec,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,9 @@ from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, S
         (LossSpec, {"objective": {"tv": 0.5}}, "a single objective has weight 1"),
         (LossSpec, {"objective": {"tv": 0.5, "kl": 0.0}}, "greater than 0"),
         (LossSpec, {"lk_eta": 2.0}, "would ignore it"),
+        (OptimizerSpec, {"muon_learning_rate": 0.02}, "for kind = 'muon'"),
+        (OptimizerSpec, {"muon_momentum": 0.9}, "for kind = 'muon'"),
+        (OptimizerSpec, {"schedule": "linear", "decay_fraction": 0.2}, "for schedule = 'wsd'"),
         (TrainSpec, {}, "the run never ends"),
         (TrainSpec, {"max_steps": 1, "device": "cpu"}, "flex_attention has no backward"),
         (TrainSpec, {"max_steps": 1, "device": "cuda", "attention": "sdpa"}, "never allowed"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter_trainer.optimizer import DrafterOptimizer, learning_rate
+from drafter_trainer.optimizer import DrafterOptimizer
 from slipstream.run_spec.spec import OptimizerSpec
 
 SPEC = OptimizerSpec(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
@@ -109,13 +109,3 @@ def test_state_survives_a_round_trip_bit_for_bit() -> None:
         optimizer.apply(1e-2, scalar(1.0), scalar(1.0))
     assert all(torch.equal(one.weights()[name], other.weights()[name]) for name in one.weights())
     assert all(torch.equal(one.state_tensors()[name], other.state_tensors()[name]) for name in one.state_tensors())
-
-
-def test_the_learning_rate_rises_then_falls_to_its_share() -> None:
-    spec = OptimizerSpec(learning_rate=1.0, warmup_fraction=0.1, final_fraction=0.2)
-    rates = [learning_rate(spec, step, 100) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10] == 1.0 and rates == rates[:11] + sorted(rates[11:], reverse=True)
-    assert rates[55] == pytest.approx(0.6)
-    assert learning_rate(spec, 100, 100) == pytest.approx(0.2)
-    assert learning_rate(OptimizerSpec(learning_rate=1.0, warmup_fraction=0.0), 0, 1) == 1.0
