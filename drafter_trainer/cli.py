@@ -1,4 +1,5 @@
-"""`drafter-trainer run` and `drafter-trainer eval`. torch is imported only once the arguments are understood."""
+"""`drafter-trainer run`, `eval` and `worker`. torch is imported only once the arguments are understood, and never by a
+worker."""
 
 import argparse
 import os
@@ -6,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from drafter_trainer.agent import command as agent
+from drafter_trainer.agent_line import AgentLine
 from drafter_trainer.evaluation import command as evaluation
 from slipstream.entrypoint import run_main
 from slipstream.listen import read_token
-from slipstream.run_spec.load import LoadedSpec, describe, load_recipe
+from slipstream.run_spec.load import describe, load_recipe
 from slipstream.telemetry.logs import configure_logging
 
 PROGRAM = "drafter-trainer"
@@ -22,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the program."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains a drafter, and measures one by decoding.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains drafters, and measures them by decoding.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train a drafter; goes on where an earlier start of the run was left")
-    run.add_argument("recipe", type=Path, help="TOML file that defines the run")
+    run.add_argument("recipe", type=Path, help="TOML file that defines the run (or a run's spec.json)")
     run.add_argument("--target", metavar="HOST:PORT", help="address of the target server")
     run.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable"
@@ -46,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--token-file", type=Path, metavar="FILE", help="the target's bearer token; else $SLIPSTREAM_TOKEN"
     )
     run.add_argument("--dry-run", action="store_true", help="print the resolved run definition and leave")
+    run.add_argument("--agent-fd", type=int, help=argparse.SUPPRESS)  # the line to the agent that starts this process
     evaluation.add_arguments(commands.add_parser("eval", help="decode prompts with a trained drafter"))
+    agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
     return parser
 
 
@@ -54,6 +59,15 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "eval":
         configure_logging(PROGRAM)
         return evaluation.run(arguments)
+    if arguments.command == "worker":
+        configure_logging(PROGRAM, level=arguments.log_level)
+        return agent.run(arguments)
+    line = AgentLine(arguments.agent_fd)
+    with line.failures_told():
+        return _run(arguments, line)
+
+
+def _run(arguments: argparse.Namespace, line: AgentLine) -> int:
     loaded = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         sys.stdout.write(describe(loaded))
@@ -61,10 +75,6 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.target is None:
         build_parser().error("run needs --target HOST:PORT")
     configure_logging(PROGRAM, level=arguments.log_level)
-    return _train(loaded, arguments)
-
-
-def _train(loaded: LoadedSpec, arguments: argparse.Namespace) -> int:
     if arguments.threads is not None:
         # Before torch is imported: its thread pools are sized when they are loaded.
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -77,5 +87,6 @@ def _train(loaded: LoadedSpec, arguments: argparse.Namespace) -> int:
         log_every=arguments.log_every,
         threads=arguments.threads,
         token=read_token(arguments.token_file),
+        agent=line,
     )
     return train(loaded.spec, options)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
 from drafter_trainer.checkpoint import CheckpointState, load_checkpoint, newest_checkpoint, read_state
 from drafter_trainer.device_copy import DeviceCopy
@@ -60,6 +61,8 @@ class RunOptions:
     """Of torch on the CPU; None: torch's choice."""
     token: str | None
     """The target's bearer token."""
+    agent: AgentLine = NO_AGENT
+    """To the agent that started this process, if one did."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,21 @@ def train(spec: RunSpec, options: RunOptions) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with StopRequest() as stop:
+        options.agent.on_hang_up(stop.agent_gone)
         try:
             with prepared_loop(spec, options, stop) as loop:
                 if not stop.event.is_set():
                     loop.run()
         except WaitInterruptedError:
             log_event(_log, "info", "stopped", step="none", detail="the target had not answered yet")
+            options.agent.ended("stopped")
             return 0
-        _say_how_it_ended(spec, loop, stopped=stop.event.is_set())
+        how = _say_how_it_ended(spec, loop, stopped=stop.event.is_set())
+        options.agent.ended(how, loop.standing.next_step)
     return 0
 
 
-def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> None:
+def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> str:
     standing = loop.standing
     facts = {
         "run": spec.name,
@@ -102,10 +108,12 @@ def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> No
         facts["peak_gpu_gigabytes"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
     if standing.next_step == standing.total_steps:
         log_event(_log, "info", "run_finished", **facts)
-    elif stopped:
+        return "finished"
+    if stopped:
         log_event(_log, "info", "stopped", **facts, to_resume="run the same command again")
-    else:
-        log_event(_log, "warning", "stream_exhausted", **facts)
+        return "stopped"
+    log_event(_log, "warning", "stream_exhausted", **facts)
+    return "exhausted"
 
 
 @contextmanager
@@ -118,7 +126,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     device = prepare_device(spec)
     run = RunDirectory(options.run_directory)
     saved = find_saved_state(run, spec, resume=options.resume)
-    notice = WaitNotice(options.target)
+    notice = WaitNotice(options.target, options.agent)
     with ExitStack() as leaving:
         client = leaving.enter_context(
             TargetClient(options.target, token=options.token, on_wait=notice, stop=stop.event)
@@ -132,6 +140,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
             source_of_weights = load_weights(step, run, spec)
         standing = join(link, run, spec, config, source_of_weights)
         total_steps = standing.total_steps
+        options.agent.joined(standing.next_step, total_steps)
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
         source = BatchSource(link, plan, DeviceCopy(device), stop.event)
         stop.add_listener(source.wake)

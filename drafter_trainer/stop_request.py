@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT: the first asks the run to save and leave, the second leaves at once."""
+"""SIGTERM and SIGINT: the first asks the run to save and leave, the second leaves at once. An agent that has gone asks
+as well, once."""
 
 import logging
 import os
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from slipstream.telemetry.logs import log_event
+
+_AGENT_GONE = 0  # in the place of a signal's number
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,10 @@ class StopRequest:
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener`, in another thread, once a stop is requested."""
         self._listeners.append(listener)
+
+    def agent_gone(self) -> None:
+        """Ask as a first signal does; signals that follow count from one. Safe in any thread."""
+        self._signals.put(_AGENT_GONE)
 
     def __enter__(self) -> "StopRequest":
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
@@ -49,10 +56,15 @@ class StopRequest:
             _log,
             "info",
             "stop_requested",
-            signal=signal.Signals(number).name,
+            by=signal.Signals(number).name if number != _AGENT_GONE else "the end of the agent",
             then="the current step is finished and saved; a second signal leaves at once",
         )
         self.event.set()
         for listener in self._listeners:
             listener()
-        os._exit(128 + self._signals.get())
+        if number == _AGENT_GONE:
+            # An agent that was started again may ask for the same.
+            self._signals.get()
+        while (number := self._signals.get()) == _AGENT_GONE:
+            pass
+        os._exit(128 + number)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
+from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.run_directory import RunDirectory
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
@@ -56,8 +57,9 @@ class Position:
 class WaitNotice:
     """Says why the trainer waits: when it begins, when the reason changes, and again every half minute."""
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, address: str, agent: AgentLine = NO_AGENT, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
+        self._agent = agent
         self._clock = clock
         self._reason: Reason | None = None
         self._said = 0.0
@@ -68,12 +70,14 @@ class WaitNotice:
         if reason is self._reason and now - self._said < _SAY_AGAIN_SECONDS:
             return
         self._reason, self._said = reason, now
+        self._agent.waits_for_target(reason)
         log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
 
     def over(self) -> None:
         """The target has answered: the next wait is news again."""
         if self._reason is not None:
             log_event(_log, "info", "target_is_back", address=self._address)
+            self._agent.waits_for_target(None)
         self._reason = None
 
 

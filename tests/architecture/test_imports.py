@@ -14,6 +14,7 @@ from tests.architecture.sources import PRODUCT, ROOT, SourceFile, source_files
 
 TORCH_FREE = (
     "control_api",
+    "drafter_trainer.agent",
     "recipes",
     "slipstream.cli",
     "slipstream.entrypoint",
@@ -48,7 +49,8 @@ def test_starts_without_torch(package: str) -> None:
 
 def _declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = [*project["dependencies"], *project["optional-dependencies"]["gguf"]]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["gguf"], *extras["data"]]
     return {_normalised(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in requirements}
 
 
