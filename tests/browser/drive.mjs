@@ -1,0 +1,248 @@
+// A person in front of the dashboard: opens it, creates a run, watches, pauses, resumes, stops, in a real Chromium.
+//
+// node drive.mjs CONFIG.json; lines on stdout that start with "=>" ask the test around it to do something.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+import { chromium } from "playwright-core";
+
+const config = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const FLAGS = [
+  "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+  "--disable-component-update", "--disable-sync",
+];
+const PATIENCE = 60_000;
+const NOTE = `<img src="x" onerror="document.title = 'broken'"> & <b>text</b>`;
+
+const browser = await chromium.launch({ executablePath: config.chromium, args: FLAGS });
+const complaints = [];
+let isApiAway = false;
+
+try {
+  await tokens();
+  const page = await open({ token: config.token });
+  await emptyStates(page);
+  await create(page);
+  await curveMoves(page);
+  await logs(page);
+  if (config.images) await pictures(page);
+  await reload(page);
+  await apiIsRestarted(page);
+  await pauseAndResume(page);
+  await stop(page);
+  await overview(page);
+  assert.deepEqual(complaints, []);
+  say("all done");
+} finally {
+  await browser.close();
+}
+
+// ---- what a person does
+
+async function tokens() {
+  const page = await open({});
+  const dialog = page.locator("#token");
+  for (const [text, refused] of [["wrong", false], [config.token, true]]) {
+    await dialog.locator("#token-text").waitFor();
+    assert.equal(await page.locator("#token-refused").isVisible(), refused);
+    await page.keyboard.type(text);
+    await page.keyboard.press("Enter");
+    if (!refused) await page.locator("#token-refused").waitFor();
+  }
+  await dialog.waitFor({ state: "hidden" });
+  await page.getByText("No run yet").waitFor();
+  await page.context().close();
+  say("the token is asked for, and asked for again when it was wrong");
+}
+
+async function emptyStates(page) {
+  assert.equal(new URL(page.url()).hash, "#/");
+  assert.equal(await page.evaluate(() => sessionStorage.getItem("slipstream-token")), config.token);
+  await page.getByText("slipstream run create").waitFor();
+  await page.locator("#trainers").getByText("FREE").waitFor({ timeout: PATIENCE });
+  await page.locator("#targets").getByText("REACHABLE", { exact: true }).waitFor({ timeout: PATIENCE });
+  say("the token left the address; a page without runs says what to type");
+}
+
+async function create(page) {
+  await page.getByRole("link", { name: "New run", exact: true }).first().click();
+  const recipes = page.locator("#recipe-choice");
+  await page.waitForFunction(() => document.getElementById("recipe-choice").options.length > 1);
+  assert.match(await page.locator("#recipe").inputValue(), /\[train\]/);
+  await picture(page, "dashboard-new-run");
+  await recipes.selectOption({ label: "My own" });
+  assert.equal(await page.locator("#recipe").inputValue(), "");
+  await page.locator("#recipe").fill(config.recipe);
+  await page.locator("#name").fill(config.run);
+  await page.locator("#note").fill(NOTE);
+  await page.locator("#overrides").fill("train.max_steps=many");
+  const submit = page.getByRole("button", { name: "Create run" });
+  await submit.click();
+  const refusal = page.locator("#overrides-error");
+  await refusal.getByText("train.max_steps").waitFor();
+  assert.equal(await page.locator("#overrides").getAttribute("aria-invalid"), "true");
+  await page.locator("#overrides").fill(config.overrides.join("\n"));
+  await submit.click();
+  await page.waitForURL(`**/#/runs/${config.run}`);
+  say("a wrong override is shown at its field; the corrected form makes the run");
+}
+
+async function curveMoves(page) {
+  await state(page, "RUNNING");
+  const seen = await pointsAbove(page, 5);
+  await pointsAbove(page, seen + 5);
+  assert.equal(await page.locator("main .remark").first().textContent(), NOTE);
+  assert.equal(await page.locator("main img, main b b").count(), 0);
+  await page.waitForFunction(() => document.getElementById("eta").textContent.startsWith("ETA "), null, { timeout: PATIENCE });
+  await page.locator("#chart-loss .plot").focus();
+  await page.keyboard.press("Home");
+  await page.getByText(/^step 1$/).first().waitFor();
+  await page.keyboard.press("Escape");
+  say("the curve moves, the crosshair follows the keys, and a note is text");
+}
+
+async function logs(page) {
+  await page.locator("#logs summary").click();
+  await page.waitForFunction(() => document.querySelector("#logs .log").textContent.includes("\n"), null, { timeout: PATIENCE });
+  await page.locator("#logs summary").click();
+  say("the log of the training process is there");
+}
+
+async function reload(page) {
+  const before = await points(page);
+  await page.reload();
+  await pointsAbove(page, before + 3);
+  await nothingIsMissing(page);
+  say("a reload loads the history and goes on");
+}
+
+async function apiIsRestarted(page) {
+  const before = await points(page);
+  isApiAway = true;
+  ask("kill the API");
+  await page.locator("#banner").waitFor({ timeout: PATIENCE });
+  assert.match(await page.locator("#banner").textContent(), /trying again/);
+  ask("start the API");
+  await page.locator("#banner").waitFor({ state: "hidden", timeout: PATIENCE });
+  isApiAway = false;
+  await pointsAbove(page, before + 10);
+  await nothingIsMissing(page);
+  say("an API that is killed and started again leaves no gap");
+}
+
+async function pauseAndResume(page) {
+  await page.locator("[data-verb=pause]").click();
+  await state(page, "PAUSED");
+  await buttonsAreThoseAllowed(page);
+  const held = await points(page);
+  await picture(page, "dashboard-paused");
+  await page.locator("[data-verb=resume]").click();
+  await state(page, "RUNNING");
+  await pointsAbove(page, held + 5);
+  await nothingIsMissing(page);
+  await buttonsAreThoseAllowed(page);
+  say("paused, and resumed; a step trained again is drawn once");
+}
+
+async function stop(page) {
+  const confirm = page.locator("dialog[open]");
+  await page.locator("[data-verb=stop]").click();
+  await confirm.getByRole("button", { name: "Keep training" }).click();
+  await confirm.waitFor({ state: "hidden" });
+  await state(page, "RUNNING");
+  await page.locator("[data-verb=stop]").click();
+  await confirm.getByRole("button", { name: "Stop run" }).click();
+  await state(page, "STOPPED");
+  await buttonsAreThoseAllowed(page);
+  await page.locator(".timeline [data-state=STOPPED]").first().waitFor();
+  const order = await page.locator(".timeline [data-type=STATE_CHANGED] .badge").allTextContents();
+  const wanted = ["PENDING", "STARTING", "RUNNING", "PAUSING", "PAUSED", "STARTING", "RUNNING", "STOPPING", "STOPPED"];
+  assert.deepEqual(order.reverse(), wanted);
+  say("stopped, after a question; the timeline has every state");
+}
+
+async function overview(page) {
+  await page.getByRole("link", { name: "Runs", exact: true }).first().click();
+  const row = page.locator(`[data-run="${config.run}"]`);
+  await row.getByText("STOPPED").waitFor();
+  await page.waitForFunction(() => document.querySelector(".sparkline polyline").getAttribute("points"));
+  await page.locator("#trainers").getByText("FREE").waitFor({ timeout: PATIENCE });
+  say("the list knows the run, and its trainer is free again");
+}
+
+// ---- looking
+
+async function open({ token, ...options }) {
+  const context = await browser.newContext({ viewport: { width: 1280, height: 860 }, locale: "en-GB", ...options });
+  context.setDefaultTimeout(PATIENCE / 2);
+  const page = await context.newPage();
+  page.on("pageerror", (error) => complaints.push(`error: ${error.stack}`));
+  page.on("dialog", (dialog) => complaints.push(`dialog: ${dialog.message()}`));
+  page.on("request", (request) => request.url().startsWith(config.address) || complaints.push(`elsewhere: ${request.url()}`));
+  page.on("console", (message) => {
+    const isExpected = isApiAway || message.text().includes("401") || message.text().includes("422");
+    if (["error", "warning"].includes(message.type()) && !isExpected) complaints.push(`console: ${message.text()}`);
+  });
+  await page.goto(`${config.address}/${token ? `#token=${token}` : ""}`);
+  return page;
+}
+
+async function points(page) {
+  return Number(await page.locator("#chart-loss").getAttribute("data-points"));
+}
+
+async function pointsAbove(page, least) {
+  const reached = (wanted) => Number(document.getElementById("chart-loss")?.dataset.points) > wanted;
+  await page.waitForFunction(reached, least, { timeout: PATIENCE });
+  return points(page);
+}
+
+/** Every step from the first to the last one is drawn, once. */
+async function nothingIsMissing(page) {
+  const { points: count, lastStep } = await page.locator("#chart-loss").evaluate((node) => ({ ...node.dataset }));
+  assert.equal(count, lastStep);
+}
+
+async function state(page, wanted) {
+  await page.locator(`.title .badge[data-state=${wanted}]`).waitFor({ timeout: PATIENCE });
+}
+
+async function buttonsAreThoseAllowed(page) {
+  const headers = { Authorization: `Bearer ${config.token}` };
+  const answer = await (await page.request.get(`${config.address}/v1/runs/${config.run}`, { headers })).json();
+  const enabled = await page.locator("[data-verb]:enabled").evaluateAll((all) => all.map((one) => one.dataset.verb));
+  assert.deepEqual(enabled.sort(), [...answer.allowed_verbs].sort());
+}
+
+// ---- pictures for the documents
+
+async function picture(page, name) {
+  if (config.images) await page.screenshot({ path: join(config.images, `${name}.png`) });
+}
+
+async function pictures(page) {
+  await pointsAbove(page, config.picture_points);
+  await picture(page, "dashboard-run-light");
+  await page.emulateMedia({ colorScheme: "dark" });
+  await page.waitForTimeout(300);
+  await picture(page, "dashboard-run-dark");
+  await page.emulateMedia({ colorScheme: "light" });
+  await page.setViewportSize({ width: 390, height: 844 });
+  await page.waitForTimeout(300);
+  await picture(page, "dashboard-phone");
+  await page.setViewportSize({ width: 1280, height: 860 });
+  await page.goto(`${config.address}/dashboard/#/`);
+  await page.waitForFunction((rows) => document.querySelectorAll(".sparkline polyline[points]").length >= rows, config.picture_rows);
+  await picture(page, "dashboard-overview");
+  await page.goto(`${config.address}/dashboard/#/runs/${config.run}`);
+  await pointsAbove(page, 0);
+}
+
+function say(text) {
+  console.log(`ok ${text}`);
+}
+
+function ask(text) {
+  console.log(`=> ${text}`);
+}
