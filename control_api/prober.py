@@ -1,93 +1,44 @@
-"""Asks target servers whether they can serve, so that no run is given to a trainer for a target that is away."""
+"""Visits target servers, so that runs wait for one that is away, and closes there what deleted runs left open."""
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from sqlalchemy.orm import Session
+
 from control_api.background import BackgroundThread
-from control_api.schemas import TargetStatus
+from control_api.bottleneck import WaitMeter
 from control_api.settings import Settings
-from control_api.store import targets
+from control_api.store import subscriptions, targets
 from control_api.store.database import Database
 from control_api.store.tables import Target
-from slipstream.errors import SlipstreamError
-from slipstream.run_spec.reasons import Reason
+from control_api.target_visit import Errands, Finding, visit
 from slipstream.telemetry.logs import log_event
-from slipstream.wire.channel import TargetClient, WaitInterruptedError
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # targets asked at the same time
-_STATUS_OF_WAIT: dict[Reason, TargetStatus] = {
-    Reason.TARGET_LOADING: "LOADING",
-    Reason.TARGET_DRAINING: "DRAINING",
-}
+_AT_ONCE = 8  # targets visited at the same time
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a target said."""
+class _Call:
+    """A target to visit."""
 
-    status: TargetStatus
-    detail: str = ""
-    model: str | None = None
-    revision: str | None = None
-    fingerprint: str | None = None
-    server_version: str | None = None
-
-
-def ask(address: str, *, token: str | None, deadline: float) -> Finding:
-    """One handshake; waits for at most `deadline` seconds and never tries twice."""
-    waits: list[Reason] = []
-    stop = threading.Event()
-
-    def give_up(reason: Reason, _seconds: float) -> None:
-        waits.append(reason)
-        stop.set()
-
-    try:
-        client = TargetClient(address, token=token, on_wait=give_up, stop=stop)
-    except SlipstreamError as error:
-        return Finding("INCOMPATIBLE", str(error))
-    too_late = threading.Timer(deadline, client.close)
-    too_late.daemon = True
-    too_late.start()
-    with client:
-        try:
-            target = client.get_target()
-        except WaitInterruptedError:
-            return _absent(waits, address, deadline)
-        except SlipstreamError as error:
-            return Finding("INCOMPATIBLE", str(error))
-        finally:
-            too_late.cancel()
-    return Finding(
-        "REACHABLE",
-        model=target.model_id,
-        revision=target.model_revision or None,
-        fingerprint=target.target_fingerprint,
-        server_version=target.server_version,
-    )
-
-
-def _absent(waits: list[Reason], address: str, deadline: float) -> Finding:
-    if not waits:
-        return Finding("UNREACHABLE", f"No answer from {address} within {deadline:g} s.")
-    status = _STATUS_OF_WAIT.get(waits[0], "UNREACHABLE")
-    words = {"LOADING": "is loading its model.", "DRAINING": "is shutting down."}
-    return Finding(status, f"The target server at {address} {words.get(status, 'does not answer.')}")
+    name: str
+    address: str
+    errands: Errands
 
 
 class TargetProber(BackgroundThread):
-    """Asks all targets every `settings.probe_seconds`, and when it is woken."""
+    """Visits all targets every `settings.probe_seconds`, and when it is woken."""
 
     def __init__(self, database: Database, settings: Settings, clock: Callable[[], float]) -> None:
         super().__init__("target-prober", self.probe_all, seconds=settings.probe_seconds)
         self._database = database
         self._settings = settings
         self._clock = clock
+        self._meter = WaitMeter()
         self._on_change: list[Callable[[], None]] = []
 
     def add_listener(self, listener: Callable[[], None]) -> None:
@@ -95,37 +46,56 @@ class TargetProber(BackgroundThread):
         self._on_change.append(listener)
 
     def probe_all(self) -> None:
-        """Ask every target and store what it said.
+        """Visit every target and store what it said.
 
         Raises:
             SlipstreamError: the database cannot be used now.
         """
         with self._database.read() as session:
-            addresses = {one.name: one.address for one in targets.every(session)}
+            calls = [_call(session, one) for one in targets.every(session)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="probe") as pool:
-            findings = dict(zip(addresses, pool.map(self._ask, addresses.values()), strict=True))
-        for name, finding in findings.items():
-            self._store(name, addresses[name], finding)
+            findings = list(pool.map(self._visit, calls))
+        for call, finding in zip(calls, findings, strict=True):
+            self._store(call, finding)
+        self._meter.keep({name for finding in findings for name in finding.stats})
 
     def probe(self, name: str, address: str) -> None:
-        """Ask one target and store what it said."""
-        self._store(name, address, self._ask(address))
+        """Ask one target whether it serves, and store what it said."""
+        call = _Call(name, address, Errands())
+        self._store(call, self._visit(call))
 
-    def _ask(self, address: str) -> Finding:
-        return ask(address, token=self._settings.token, deadline=self._settings.probe_deadline)
+    def _visit(self, call: _Call) -> Finding:
+        return visit(call.address, call.errands, token=self._settings.token, deadline=self._settings.probe_deadline)
 
-    def _store(self, name: str, address: str, finding: Finding) -> None:
+    def _store(self, call: _Call, finding: Finding) -> None:
         with self._database.write() as session:
-            target = targets.find(session, name)
-            if target is None or target.address != address:  # forgotten, or registered anew, meanwhile
+            target = targets.find(session, call.name)
+            if target is None or target.address != call.address:  # forgotten, or registered anew, meanwhile
                 return
             is_news = (target.status, target.detail) != (finding.status, finding.detail)
             _copy(finding, target)
             target.checked_at = self._clock()
+            self._store_errands(session, target, finding)
+        if finding.closed:
+            log_event(_log, "info", "subscriptions_closed", target=call.name, subscriptions=sorted(finding.closed))
         if is_news:
-            log_event(_log, "info", "target_probed", target=name, status=finding.status, detail=finding.detail)
+            log_event(_log, "info", "target_probed", target=call.name, status=finding.status, detail=finding.detail)
             for listener in self._on_change:
                 listener()
+
+    def _store_errands(self, session: Session, target: Target, finding: Finding) -> None:
+        subscriptions.forget(session, target, finding.closed)
+        for run in subscriptions.in_use(session, target) if finding.stats else ():
+            if (stats := finding.stats.get(subscriptions.name_of(run))) is not None:
+                run.stream_stats = {
+                    "target_tokens_per_second": stats.tokens_per_second or None,
+                    "target_wait_ratio": self._meter.share(subscriptions.name_of(run), stats),
+                }
+
+
+def _call(session: Session, target: Target) -> _Call:
+    in_use = [subscriptions.name_of(run) for run in subscriptions.in_use(session, target)]
+    return _Call(target.name, target.address, Errands(subscriptions.to_close(session, target), in_use))
 
 
 def _copy(finding: Finding, target: Target) -> None:

@@ -194,12 +194,19 @@ class Progress(Resource):
     eta_seconds: float | None
 
 
+Bottleneck = Literal["TARGET", "WIRE", "TRAINER", "BALANCED"]
+
+
 class Throughput(Resource):
-    """Over the last records of the metrics."""
+    """Over the last records of the metrics; what the target says, as of its last probe."""
 
     trainer_tokens_per_second: float
+    target_tokens_per_second: float | None
+    """Computed for the stream that the run reads, which other runs may share; null while unknown."""
     data_wait_ratio: float
     """Share of the time in which the trainer waited for packs."""
+    bottleneck: Bottleneck | None
+    """What decides the speed of the run; null while unknown."""
 
 
 class RunPublic(Resource):

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from control_api import schemas, trainer_schemas
+from control_api.bottleneck import bottleneck
 from control_api.feed_cursor import Cursor
 from control_api.store import checkpoints, events, metrics, runs
 from control_api.store.tables import Checkpoint, Event, LogLine, Metric, Run, StateChange, Target, Trainer
@@ -112,7 +113,7 @@ def _run(session: Session, row: Run) -> dict[str, Any]:
         "note": row.note,
         "directory": row.directory,
         "progress": _progress(row, records),
-        "throughput": _throughput(records),
+        "throughput": _throughput(records, row.stream_stats or {}),
         "latest_metrics": records[0] if records else None,
         "conditions": [one | {"since": moment(one["since"])} for one in row.conditions],
         "trainers": [one.trainer.name for one in row.assignments],
@@ -145,7 +146,7 @@ def _steps_of_spec(spec: dict[str, Any]) -> int | None:
     return int(min(limits))
 
 
-def _throughput(records: Sequence[dict[str, Any]]) -> schemas.Throughput | None:
+def _throughput(records: Sequence[dict[str, Any]], stream_stats: dict[str, Any]) -> schemas.Throughput | None:
     seconds = waited = tokens = 0.0
     for record in records:
         own = (
@@ -157,7 +158,13 @@ def _throughput(records: Sequence[dict[str, Any]]) -> schemas.Throughput | None:
             seconds, waited, tokens = seconds + own[0], waited + own[1], tokens + own[2] * own[0]
     if seconds <= 0.0:
         return None
-    return schemas.Throughput(trainer_tokens_per_second=tokens / seconds, data_wait_ratio=min(1.0, waited / seconds))
+    data_wait_ratio = min(1.0, waited / seconds)
+    return schemas.Throughput(
+        trainer_tokens_per_second=tokens / seconds,
+        target_tokens_per_second=stream_stats.get("target_tokens_per_second"),
+        data_wait_ratio=data_wait_ratio,
+        bottleneck=bottleneck(data_wait_ratio, stream_stats.get("target_wait_ratio")),
+    )
 
 
 def _measured(record: dict[str, Any], key: str) -> float | None:

@@ -92,8 +92,8 @@ def update_run(run: str, body: RunUpdate, services: ServicesDep, once: OnceDep) 
 
 
 @router.delete("/{run}", operation_id="delete_run", status_code=204, responses=refusals(404, 409))
-def delete_run(run: str, once: OnceDep) -> Response:
-    """Forget a run that is at rest. Its files stay on the trainer's disk."""
+def delete_run(run: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Forget a run that is at rest. Its files stay on the trainer's disk; the target closes its subscription."""
 
     def delete(session: Session) -> None:
         row = require_run(session, run)
@@ -104,7 +104,9 @@ def delete_run(run: str, once: OnceDep) -> Response:
             )
         runs.delete(session, row)
 
-    return once(delete, status=204)
+    answer = once(delete, status=204)
+    services.prober.wake()  # it tells the target
+    return answer
 
 
 @router.post("/{run}:pause", operation_id="pause_run", response_model=RunDetail, responses=refusals(404, 409))

@@ -9,6 +9,11 @@ from control_api.store.tables import SCHEMA_VERSION, Table
 _STATEMENTS: Mapping[int, tuple[str, ...]] = {
     2: ("ALTER TABLE assignments ADD COLUMN next_log_line INTEGER NOT NULL DEFAULT 0",),
     3: ("ALTER TABLE trainers ADD COLUMN forgotten BOOLEAN NOT NULL DEFAULT 0",),
+    4: (
+        "ALTER TABLE runs ADD COLUMN stream_stats JSON",
+        "INSERT INTO subscriptions (target_id, run_id, name) "
+        "SELECT target_id, id, 'subscriptions/runs/' || directory FROM runs",
+    ),
 }
 """What each version changed on tables that were there before; tables that are missing are made first."""
 

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -59,6 +59,8 @@ class Run(Table):
     """Where the checkpoints are; None before the first one."""
     steps: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int | None]
+    stream_stats: Mapped[dict[str, Any] | None]
+    """What its target said of its stream last; the fields of target_visit.StreamStats."""
     created_at: Mapped[float]
     updated_at: Mapped[float]
 
@@ -69,6 +71,19 @@ class Run(Table):
         order_by="Assignment.id",
     )
     """The open ones."""
+
+
+class Subscription(Table):
+    """The place of a run at a target server. It outlives the run until the target has closed it."""
+
+    __tablename__ = "subscriptions"
+    __table_args__ = (UniqueConstraint("target_id", "name"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    target_id: Mapped[int] = mapped_column(ForeignKey("targets.id", ondelete="CASCADE"))
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("runs.id", ondelete="SET NULL"), index=True)
+    """None: the run was deleted, and the subscription is to be closed."""
+    name: Mapped[str] = mapped_column(String)
 
 
 class UsedDirectory(Table):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from control_api.store import events
+from control_api.store import events, subscriptions
 from control_api.store.tables import Assignment, Run, Trainer
 
 
@@ -79,6 +79,8 @@ def assign(session: Session, run: Run, trainer: Trainer, *, now: float) -> Assig
     assignment = Assignment(run=run, trainer=trainer, attempt=last + 1, created_at=now, detach=False)
     session.add(assignment)
     session.flush()
+    subscriptions.remember(session, run)
+    run.stream_stats = None  # of the attempt before
     data = {"trainer": trainer.name, "attempt": assignment.attempt, "assignment": assignment.id}
     events.append(session, run.id, events.NewEvent("TRAINER_ASSIGNED", data=data), now=now)
     return assignment

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from control_api.store import runs, trainers
 from control_api.store.database import Database
@@ -55,6 +56,8 @@ def test_from_an_older_version(tmp_path: Path, version: int) -> None:
             assert run is not None
             [assignment] = trainers.open_assignments(session, run)
             assert (run.steps, assignment.id, assignment.next_log_line) == (3, 5, 0)
+            rows = session.execute(text("SELECT target_id, run_id, name FROM subscriptions")).all()
+            assert [tuple(row) for row in rows] == [(1, 7, "subscriptions/runs/demo.2")]
         database.close()
     Database(f"sqlite:///{tmp_path}/new.sqlite").close()
     assert shape(path) == shape(tmp_path / "new.sqlite")

@@ -1,27 +1,37 @@
-"""Asking real gRPC servers in every mood, within the deadline."""
+"""Visits to real gRPC servers in every mood, within the deadline."""
 
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
+from fastapi.testclient import TestClient
 
-from control_api.prober import TargetProber, ask
+from control_api.dependencies import Services
+from control_api.prober import TargetProber
 from control_api.settings import Settings
 from control_api.store import targets
 from control_api.store.database import Database
+from control_api.target_visit import Errands, visit
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import (
     HiddenStateServiceServicer,
     add_HiddenStateServiceServicer_to_server,
 )
+from slipstream.hidden_states.v1.stream_admin_service_pb2_grpc import add_StreamAdminServiceServicer_to_server
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import SERVER_OPTIONS
 from slipstream.wire.status import StatusInterceptor
+from target_server.admin_service import StreamAdminService
+from target_server.producer import Throughput
+from tests.fakes.control_plane import Desk, record, report
+from tests.fakes.ledger_desk import STREAM, LedgerDesk
 
 
 class Service(HiddenStateServiceServicer):
@@ -47,9 +57,24 @@ def service() -> Service:
 
 
 @pytest.fixture
-def address(service: Service) -> Iterator[str]:
+def ledger(tmp_path: Path) -> Iterator[LedgerDesk]:
+    """What the target knows of subscriptions."""
+    ledger = LedgerDesk(tmp_path / "ledger.sqlite")
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def throughput() -> Throughput:
+    return Throughput()
+
+
+@pytest.fixture
+def address(service: Service, ledger: LedgerDesk, throughput: Throughput) -> Iterator[str]:
+    readiness = SimpleNamespace(target=lambda: SimpleNamespace(producer=SimpleNamespace(throughput=throughput)))
     server = grpc.server(ThreadPoolExecutor(2), interceptors=[StatusInterceptor()], options=SERVER_OPTIONS)
     add_HiddenStateServiceServicer_to_server(service, server)
+    add_StreamAdminServiceServicer_to_server(StreamAdminService(ledger.control, readiness), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -57,7 +82,7 @@ def address(service: Service) -> Iterator[str]:
 
 
 def test_a_target_that_serves(service: Service, address: str) -> None:
-    found = ask(address, token="secret", deadline=5.0)
+    found = visit(address, token="secret", deadline=5.0)
     assert (found.status, found.model, found.fingerprint, found.server_version) == ("REACHABLE", "m", "f", "1")
     assert service.tokens == ["Bearer secret"]
 
@@ -73,14 +98,14 @@ def test_a_target_that_serves(service: Service, address: str) -> None:
 )
 def test_a_target_that_refuses(service: Service, address: str, reason: Reason, status: str) -> None:
     service.refusal = SlipstreamError("not now", reason=reason)
-    found = ask(address, token=None, deadline=5.0)
+    found = visit(address, token=None, deadline=5.0)
     assert found.status == status
     assert found.detail
 
 
 def test_a_target_of_another_version(service: Service, address: str) -> None:
     service.protocol_version = 9
-    found = ask(address, token=None, deadline=5.0)
+    found = visit(address, token=None, deadline=5.0)
     assert found.status == "INCOMPATIBLE"
     assert "speaks protocol 9" in found.detail
 
@@ -88,20 +113,20 @@ def test_a_target_of_another_version(service: Service, address: str) -> None:
 def test_nobody_listens() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        found = ask(f"127.0.0.1:{bound.getsockname()[1]}", token=None, deadline=5.0)
+        found = visit(f"127.0.0.1:{bound.getsockname()[1]}", token=None, deadline=5.0)
     assert found.status == "UNREACHABLE"
 
 
 def test_who_never_answers_is_left_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         began = time.monotonic()
-        found = ask(f"127.0.0.1:{silent.getsockname()[1]}", token=None, deadline=0.3)
+        found = visit(f"127.0.0.1:{silent.getsockname()[1]}", token=None, deadline=0.3)
     assert found.status == "UNREACHABLE"
     assert time.monotonic() - began < 5.0
 
 
 def test_an_address_that_is_none() -> None:
-    assert ask("nowhere", token=None, deadline=0.3).status == "INCOMPATIBLE"
+    assert visit("nowhere", token=None, deadline=0.3).status == "INCOMPATIBLE"
 
 
 def test_the_thread_notices_a_target_that_comes_and_goes(database: Database, service: Service, address: str) -> None:
@@ -121,3 +146,138 @@ def test_the_thread_notices_a_target_that_comes_and_goes(database: Database, ser
         row = targets.find(session, "local")
         assert row is not None
         assert (row.status, row.model) == ("LOADING", "m"), "a target that is away is still the model it was"
+
+
+def is_closed(ledger: LedgerDesk, name: str) -> bool:
+    return ledger.book.subscriptions[name].record.closed
+
+
+def test_errands_are_done_as_far_as_they_can_be(ledger: LedgerDesk, address: str) -> None:
+    kept, gone = ledger.open("runs/kept"), ledger.open("runs/gone")
+    errands = Errands(close=["subscriptions/never", gone], measure=["subscriptions/never", kept, gone])
+    for _ in range(2):
+        found = visit(address, errands, token=None, deadline=30.0)
+        assert (found.status, found.closed, set(found.stats)) == (
+            "REACHABLE",
+            {gone, "subscriptions/never"},
+            {kept},
+        )
+    assert is_closed(ledger, gone)
+    assert not is_closed(ledger, kept)
+
+
+def test_an_older_server_serves_nevertheless(service: Service) -> None:
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=[StatusInterceptor()], options=SERVER_OPTIONS)
+    add_HiddenStateServiceServicer_to_server(service, server)  # and no admin service
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    found = visit(f"127.0.0.1:{port}", Errands(["a"], ["b"]), token=None, deadline=30.0)
+    server.stop(0).wait(30)
+    assert (found.status, found.closed, dict(found.stats)) == ("REACHABLE", frozenset(), {})
+
+
+@pytest.fixture
+def at_work(desk: Desk, services: Services, address: str) -> int:
+    """The run `demo` in RUNNING on the target; the id of its assignment."""
+    desk.post("/v1/targets", {"name": "local", "address": address}, status=201)
+    return desk.running()
+
+
+def end_and_delete(desk: Desk, client: TestClient, work: int) -> None:
+    desk.beat("t1", report(work, "SUCCEEDED"))
+    assert client.delete("/v1/runs/demo").status_code == 204
+
+
+def test_a_deleted_run_is_closed_at_its_target(
+    at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk
+) -> None:
+    name, other = ledger.open("runs/demo"), ledger.open("runs/another")
+    services.prober.probe_all()
+    assert not is_closed(ledger, name)
+    end_and_delete(desk, client, at_work)
+    again = desk.run()["directory"]
+    desk.reconcile()
+    anew = ledger.open(f"runs/{again}")
+    services.prober.probe_all()
+    assert is_closed(ledger, name)
+    assert not is_closed(ledger, other)
+    assert not is_closed(ledger, anew), "a new run of the same name reads under another one"
+    reopened = ledger.open("runs/demo")  # by somebody without a control plane
+    services.prober.probe_all()
+    assert not is_closed(ledger, reopened), "it is closed once"
+
+
+def test_a_target_that_is_away_is_told_when_it_is_back(
+    at_work: int, desk: Desk, client: TestClient, services: Services, service: Service, ledger: LedgerDesk
+) -> None:
+    name = ledger.open("runs/demo")
+    end_and_delete(desk, client, at_work)
+    service.refusal = SlipstreamError("not now", reason=Reason.TARGET_LOADING)
+    services.prober.probe_all()
+    assert not is_closed(ledger, name)
+    service.refusal = None
+    another = TargetProber(services.database, Settings(), desk.clock)  # another process of the control plane
+    another.probe_all()
+    assert is_closed(ledger, name)
+
+
+def test_a_deleted_target_is_told_nothing(
+    at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk, address: str
+) -> None:
+    name = ledger.open("runs/demo")
+    end_and_delete(desk, client, at_work)
+    assert client.delete("/v1/targets/local").status_code == 204
+    desk.post("/v1/targets", {"name": "local", "address": address}, status=201)
+    services.prober.probe_all()
+    assert not is_closed(ledger, name)
+
+
+def test_every_target_that_a_run_was_on_is_told(
+    at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk
+) -> None:
+    name = ledger.open("runs/demo")
+    desk.verb("stop")
+    desk.beat("t1", report(at_work, "STOPPED"))
+    desk.target("other")
+    assert client.patch("/v1/runs/demo", json={"target": "other"}).status_code == 200
+    services.prober.probe_all()
+    assert not is_closed(ledger, name), "the run may come back"
+    assert client.delete("/v1/runs/demo").status_code == 204
+    services.prober.probe_all()
+    assert is_closed(ledger, name)
+
+
+def test_a_runs_pace_and_what_decides_it(
+    at_work: int, desk: Desk, services: Services, ledger: LedgerDesk, throughput: Throughput
+) -> None:
+    def seen() -> tuple[float | None, str | None]:
+        services.prober.probe_all()
+        found = desk.get("runs/demo")["throughput"]
+        return found["target_tokens_per_second"], found["bottleneck"]
+
+    starved = [record(step) | {"data_wait_seconds": 0.4} for step in range(3)]
+    desk.beat("t1", report(at_work, "RUNNING", metrics={"first_index": 0, "records": starved}))
+    assert seen() == (None, None), "the trainer has not subscribed yet"
+    name, incarnation = ledger.join("runs/demo")
+    ledger.ask(name, incarnation)
+    assert seen() == (None, None), "a first look gives no share"
+    for _ in range(3):
+        throughput.note(STREAM, 128)
+    ledger.book.subscriptions[name].begin_wait(ledger.now)
+    ledger.pass_time(6.0)
+    speed, decides = seen()
+    assert speed is not None
+    assert speed > 0
+    assert decides == "TARGET", "it waited there all the time"
+    ledger.book.subscriptions[name].end_wait(ledger.now)
+    ledger.pass_time(3.0)
+    assert seen()[1] == "TARGET", "too early for another look"
+    ledger.pass_time(3.0)
+    assert seen()[1] == "WIRE"
+    fast = [record(step) | {"data_wait_seconds": 0.0} for step in range(3, 30)]
+    desk.beat("t1", report(at_work, "RUNNING", metrics={"first_index": 3, "records": fast}))
+    assert seen()[1] == "TRAINER"
+    desk.beat("t1", report(at_work, "STOPPED"), leaving=True)
+    desk.trainer("t2")
+    desk.reconcile()
+    assert desk.get("runs/demo")["throughput"]["target_tokens_per_second"] is None, "another attempt, not measured yet"
