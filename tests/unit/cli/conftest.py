@@ -1,0 +1,86 @@
+"""A control API on a real socket, with a clock that the test turns, and the command line in front of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from control_api.app import build_services, create_app
+from control_api.settings import Settings
+from control_api.store.database import Database
+from slipstream.cli.main import run_command
+from slipstream.errors import SlipstreamError
+from tests.fakes.control_plane import Desk, FakeClock
+from tests.fakes.http_server import serving
+
+# Nothing but the test and the reconciler's reaction to it changes anything.
+SETTINGS = Settings(reconcile_seconds=60.0, probe_seconds=60.0, probe_deadline=0.2, keep_alive_seconds=0.2)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, and how it ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture(scope="session")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """One for all tests: building the routes takes longer than most tests. Each test puts its own services behind."""
+    unused = Database(f"sqlite:///{tmp_path_factory.mktemp('control')}/unused.sqlite")
+    yield create_app(unused, SETTINGS)
+    unused.close()
+
+
+@pytest.fixture
+def desk(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """People and trainers in front of an API, which is the one that commands find."""
+    clock = FakeClock()
+    database = Database(f"sqlite:///{tmp_path}/control.sqlite")
+    app.state.services = build_services(database, SETTINGS, clock)
+    with serving(app) as address, httpx2.Client(base_url=address, trust_env=False) as client:
+        monkeypatch.setenv("SLIPSTREAM_API", address)
+        yield Desk(client, app.state.services, clock)
+    database.close()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No stack of this machine is found."""
+    for name in ("SLIPSTREAM_API", "SLIPSTREAM_TOKEN", "SLIPSTREAM_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    directory = tmp_path / "home"
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(directory))
+    return directory
+
+
+@pytest.fixture
+def slipstream(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process, as its console script would."""
+
+    def command(*arguments: str) -> Answer:
+        capsys.readouterr()
+        status, error = _run(arguments)
+        out, err = capsys.readouterr()
+        return Answer(status, out, err + error)
+
+    return command
+
+
+def _run(arguments: Sequence[Any]) -> tuple[int, str]:
+    try:
+        return run_command([str(one) for one in arguments]), ""
+    except SlipstreamError as refused:
+        return refused.exit_code, f"error: {refused.message}\n  remedy: {refused.remedy}\n"
+    except SystemExit as usage:
+        assert isinstance(usage.code, int)
+        return usage.code, ""

@@ -1,0 +1,353 @@
+"""`slipstream run …` against a served control API: text, JSON, refusals."""
+
+import itertools
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from control_api.store import runs, targets
+from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.states import VERB_TABLE, RunState, Verb, Verdict
+from tests.fakes.control_plane import SPEC, Desk, checkpoint, record, report
+from tests.unit.cli.conftest import Command
+
+RECIPE = """
+name = "mine"
+target.model = "some/model"
+data.files = ["conversations.jsonl"]
+data.pack_tokens = 128
+train = { device = "cpu", attention = "sdpa", max_steps = 100 }
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def train(desk: Desk, assignment: int, first: int, last: int, state: str = "RUNNING") -> None:
+    """The trainer reports steps [first, last)."""
+    records = [record(step) | {"mean_matched_prefix_with_bonus": 1.5} for step in range(first, last)]
+    desk.beat(
+        report=report(
+            assignment,
+            state,
+            progress={"step": last, "total_steps": 100},
+            metrics={"first_index": first, "records": records},
+        )
+    )
+
+
+# ---- create
+
+
+def test_create_from_a_file(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.target()
+    answer = slipstream("run", "create", recipe, "--set", "train.seed=7", "--note", "first try", "--name", "other")
+    assert (answer.status, answer.out) == (0, "other PENDING on target local\n")
+    assert "next: slipstream trainer start" in answer.err
+    assert "next: slipstream run watch other" in answer.err
+    run = desk.get("runs/other")
+    assert run["spec"]["train"]["seed"] == 7
+    assert run["spec"]["data"]["files"] == [str(recipe.parent / "conversations.jsonl")], "relative to the recipe"
+    assert run["note"] == "first try"
+
+
+def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(
+    desk: Desk, slipstream: Command
+) -> None:
+    desk.target()
+    desk.trainer()
+    answer = slipstream("run", "create", "demo-smollm2-135m", "--target", "local", "-o", "json")
+    run = json.loads(answer.out)
+    assert (answer.status, answer.err) == (0, "")
+    assert (run["name"], run["target"]) == ("demo-smollm2-135m", "local")
+    # The API has found it where it is installed itself.
+    (file,) = run["spec"]["data"]["files"]
+    assert Path(file).is_file()
+
+
+REFUSALS: list[tuple[list[str], int, str]] = [
+    (["nowhere.toml"], 2, "no shipped recipe is called 'nowhere.toml'"),
+    (["demo-smollm2-135"], 2, "Did you mean 'demo-smollm2-135m'?"),
+    (["{recipe}", "--set", "train.max_stepz=1"], 2, "train.max_stepz: unknown key; did you mean train.max_steps?"),
+    (["{recipe}", "--name", "Not This"], 2, 'name: found "Not This" (string), expected lower case letters'),
+    (["{recipe}", "--name", ""], 2, 'name: found "" (string)'),
+    (["{recipe}", "--name", 'a"b'], 2, "name: found"),
+    (["{recipe}", "--target", "locl"], 13, "There is no target 'locl'.\n  remedy: Did you mean local?"),
+    (["{recipe}", "--name", "taken"], 14, "There is a run 'taken' already."),
+    (["{recipe}", "--note", "x" * 5000], 2, "body.note: String should have at most 4000 characters"),
+    ([], 2, ""),
+]
+
+
+def test_create_refuses(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.target()
+    desk.run("taken")
+    for arguments, status, words in REFUSALS:
+        answer = slipstream("run", "create", *(one.format(recipe=recipe) for one in arguments))
+        assert (answer.status, answer.out) == (status, ""), arguments
+        assert words in answer.err
+    assert [one["name"] for one in desk.get("runs")["runs"]] == ["taken"]
+
+
+def test_create_needs_a_target_to_be_named_among_several(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    assert slipstream("run", "create", recipe).status == 13
+    desk.target("one")
+    desk.target("two")
+    answer = slipstream("run", "create", recipe)
+    assert answer.status == 2
+    assert "one, two" in answer.err
+    assert slipstream("run", "create", recipe, "--target", "two").status == 0
+
+
+def test_create_refuses_the_model_of_another_target(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.serves("another/model", None)
+    answer = slipstream("run", "create", recipe)
+    assert answer.status == 8
+    assert "serves another/model" in answer.err
+    assert "some/model" in answer.err
+
+
+# ---- ls and get
+
+
+def test_ls(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    train(desk, assignment, 0, 42)
+    desk.run("waiting")
+    desk.reconcile()
+    answer = slipstream("run", "ls")
+    assert answer.status == 0
+    header, first, second = answer.out.splitlines()
+    assert " ".join(header.split()) == "NAME STATE PROGRESS STEP LOSS ACCEPTED TOKENS/S ETA TRAINER TARGET AGE"
+    assert " ".join(first.split()[:10]) == "demo RUNNING 42.0% 42/100 0.024 1.50 256 10s t1 local"
+    assert " ".join(second.split()[:10]) == "waiting PENDING 0.0% 0/100 - - - - - local"
+    assert answer.err == "next: slipstream trainer start\n"
+    (only,) = slipstream("run", "ls", "--state", "running").out.splitlines()[1:]
+    assert only.split() == first.split()
+
+
+def test_ls_of_nothing(desk: Desk, slipstream: Command) -> None:
+    answer = slipstream("run", "ls")
+    assert (answer.status, answer.out, answer.err) == (0, "no runs\n", "next: slipstream run create RECIPE\n")
+    assert slipstream("run", "ls", "--state", "PAUSED").out == "no run is PAUSED\n"
+    assert json.loads(slipstream("run", "ls", "-o", "json").out) == {"runs": []}
+
+
+def test_ls_reads_all_pages(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    with desk.services.database.write() as session:
+        spec = RunSpec.model_validate(SPEC).model_dump(mode="json")
+        target = targets.find(session, "local")
+        assert target is not None
+        for number in range(203):
+            runs.create(session, spec=spec | {"name": f"r{number}"}, target=target, note="", now=1.0)
+    found = json.loads(slipstream("run", "ls", "-o", "json").out)["runs"]
+    assert [one["name"] for one in found] == [f"r{number}" for number in range(203)]
+
+
+def test_get(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    train(desk, assignment, 0, 42)
+    answer = slipstream("run", "get", "demo")
+    assert answer.status == 0
+    fields = dict(line.split(maxsplit=1) for line in answer.out.split("\n\n")[0].splitlines())
+    assert fields["state"] == "RUNNING"
+    assert fields["progress"] == "step 42/100 (42.0%), loss 0.024, accepted length 1.50, tokens/s 256, ETA 10s"
+    assert fields["trainer"] == "t1"
+    history = [line.split()[2:] for line in answer.out.split("\n\n")[1].splitlines()[1:]]
+    assert history == [["PENDING", "create"], ["STARTING", "ASSIGNED", "t1"], ["RUNNING", "FIRST_STEP"]]
+    assert answer.err == "next: slipstream run watch demo\n"
+
+
+def test_get_says_why_a_run_failed(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    ended = {"child": 1, "reason": "OUT_OF_MEMORY", "message": "The GPU is full.", "remedy": "Take less."}
+    desk.beat(report=report(assignment, "FAILED", exit=ended | {"will_restart": False}))
+    answer = slipstream("run", "get", "demo")
+    assert "OUT_OF_MEMORY The GPU is full. Take less." in answer.out
+    assert answer.err == "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n"
+
+
+def test_get_as_json_and_as_a_recipe(desk: Desk, slipstream: Command, tmp_path: Path) -> None:
+    desk.target()
+    desk.run()
+    answer = slipstream("run", "get", "demo", "-o", "json")
+    assert (json.loads(answer.out)["name"], answer.err) == ("demo", "")
+    path = tmp_path / "again.toml"
+    path.write_text(slipstream("run", "get", "demo", "--spec").out)
+    assert slipstream("run", "create", path, "--name", "again").status == 0
+    assert desk.get("runs/again")["spec"] == desk.get("runs/demo")["spec"] | {"name": "again"}
+
+
+STRANGE_NAMES = [
+    "nobody",
+    "",
+    ".",
+    "..",
+    "a/b",
+    "demo/events",
+    "a b",
+    "é",
+    "x:stop",
+    "a?b#c",
+    "%2F",
+    "\udcff",
+    "\x1b[31m",
+]
+
+
+def test_unknown_runs(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    desk.run()
+    others = itertools.product(("watch", "logs", "events", "pause", "delete"), ("nobody", "demo/events"))
+    for action, name in (*(("get", name) for name in STRANGE_NAMES), *others):
+        answer = slipstream("run", action, name)
+        assert (answer.status, answer.out) == (13, ""), (action, name)
+        assert "There is no run" in answer.err or "Nothing is called" in answer.err, (action, name)
+    assert desk.state() == "PENDING"
+
+
+def test_a_name_that_is_almost_right(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    desk.run("baseline")
+    answer = slipstream("run", "get", "basline")
+    assert (
+        "There is no run 'basline'.\n  remedy: Did you mean baseline? `slipstream run ls` lists the runs." in answer.err
+    )
+
+
+# ---- verbs
+
+
+@pytest.mark.parametrize("verb", ["pause", "stop"])
+def test_verbs_answer_with_the_new_state(desk: Desk, slipstream: Command, verb: str) -> None:
+    desk.running()
+    answer = slipstream("run", verb, "demo")
+    assert (answer.status, answer.out) == (0, {"pause": "demo PAUSING\n", "stop": "demo STOPPING\n"}[verb])
+    assert answer.err == "next: slipstream run watch demo\n"
+    answer = slipstream("run", verb, "demo", "-o", "json")
+    assert (json.loads(answer.out)["state"], answer.err) == (desk.state(), "")
+
+
+def test_every_verb_in_every_state(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    # It would mend what has no trainer.
+    desk.services.reconciler.stop()
+    for verb, state in itertools.product(Verb, RunState):
+        name = f"{verb}-{state.lower()}"
+        desk.run(name)
+        with desk.services.database.write() as session:
+            row = runs.find(session, name)
+            assert row is not None
+            runs.move(session, row, state, runs.Cause("test"), now=1.0)
+        answer = slipstream("run", verb, name)
+        if VERB_TABLE[verb][state] is Verdict.ILLEGAL:
+            assert answer.status == 14, name
+            assert f"Run {name!r} is {state}, where {verb} is not possible." in answer.err
+        else:
+            assert (answer.status, answer.out.split()[0]) == (0, name)
+
+
+def test_an_illegal_verb_names_what_is_possible(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    desk.run()
+    answer = slipstream("run", "pause", "demo")
+    assert answer.status == 14
+    assert "Run 'demo' is PENDING, where pause is not possible.\n" in answer.err
+    assert "remedy: Possible now: `slipstream run stop demo`.\n" in answer.err
+
+
+def test_wait_until_paused(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    agent = threading.Thread(target=follow_desired_state, args=(desk, assignment))
+    agent.start()
+    answer = slipstream("run", "pause", "demo", "--wait")
+    agent.join(30)
+    assert (answer.status, answer.out) == (0, "demo PAUSED\n")
+    assert answer.err == "next: slipstream run resume demo\n"
+
+
+def follow_desired_state(desk: Desk, assignment: int) -> None:
+    """An agent that does as it is told, once."""
+    while (wanted := desk.beat()["assignment"]["desired_state"]) == "RUNNING":
+        threading.Event().wait(0.05)
+    desk.beat(report=report(assignment, wanted))
+
+
+def test_waiting_in_vain(desk: Desk, slipstream: Command) -> None:
+    desk.running()
+    answer = slipstream("run", "pause", "demo", "--wait", "--timeout", "0")
+    assert (answer.status, answer.out) == (17, "demo PAUSING\n")
+    assert "not PAUSED after 0 s; what was asked for stays asked for" in answer.err
+
+
+def test_waiting_for_a_run_that_ends_otherwise(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    desk.verb("pause")
+    desk.beat(report=report(assignment, "SUCCEEDED"))
+    assert slipstream("run", "pause", "demo", "--wait").status == 14
+    assert slipstream("run", "stop", "demo", "--wait").status == 14
+    answer = slipstream("run", "get", "demo")
+    assert answer.err == "next: slipstream checkpoint ls demo\n"
+
+
+def test_waiting_for_a_run_that_fails(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+
+    def fail() -> None:
+        while desk.state() != "STOPPING":
+            threading.Event().wait(0.05)
+        ended = {"child": 1, "message": "It broke.", "will_restart": False}
+        desk.beat(report=report(assignment, "FAILED", exit=ended))
+
+    agent = threading.Thread(target=fail)
+    agent.start()
+    answer = slipstream("run", "stop", "demo", "--wait")
+    agent.join(30)
+    assert answer.status == 20
+    assert "It broke." in answer.out
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon"])
+def test_timeouts_that_are_none(slipstream: Command, value: str) -> None:
+    assert slipstream("run", "pause", "demo", "--wait", f"--timeout={value}").status == 2
+
+
+# ---- delete
+
+
+def test_delete_refuses_what_is_not_at_rest(desk: Desk, slipstream: Command) -> None:
+    desk.running()
+    answer = slipstream("run", "delete", "demo")
+    assert answer.status == 14
+    assert "Run 'demo' is RUNNING; it can be deleted in STOPPED, FAILED and SUCCEEDED." in answer.err
+    assert "`slipstream run stop demo`" in answer.err
+    assert desk.state() == "RUNNING"
+
+
+def test_delete_says_where_files_stay(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    desk.verb("stop")
+    desk.beat(report=report(assignment, "STOPPED", checkpoints=[checkpoint(20), checkpoint(40)]))
+    answer = slipstream("run", "delete", "demo")
+    assert answer.status == 0
+    assert answer.out.splitlines() == [
+        "demo is forgotten",
+        "its files stay in demo below the trainer's directory of runs; its newest checkpoint is /runs/demo/step-40",
+    ]
+    assert slipstream("run", "get", "demo").status == 13
+
+
+def test_delete_as_json(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    desk.run()
+    desk.verb("stop")
+    answer = slipstream("run", "delete", "demo", "-o", "json")
+    assert json.loads(answer.out) == {"deleted": "demo", "directory": "demo", "checkpoints": []}
+    assert answer.err == ""
