@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter_trainer.anchors import build_block_targets, draw_anchors
 from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
@@ -17,7 +18,7 @@ from drafter_trainer.loss import drafter_loss, resolve_loss_config
 from drafter_trainer.start import hidden_state_names
 from drafter_trainer.step import TrainingStep
 from drafter_trainer.warmup import adversarial_batches
-from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, TargetSpec, TrainSpec
+from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, OptimizerSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.wire.target_config import TargetConfig
 
 TOKENS, HIDDEN, VOCABULARY, ANCHORS, BLOCK = 128, 32, 96, 16, 4
@@ -153,10 +154,13 @@ def test_the_loss_falls_when_a_pack_is_trained_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("slot_weights", ["uniform", "decay", "dpace"])
-def test_adversarial_packs_are_finite_and_change_weights_only_where_something_counts(slot_weights: str) -> None:
-    spec = make_spec(packs_per_step=2, slot_weights=slot_weights)
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl", "tv"])
+def test_adversarial_packs_are_finite_and_change_weights_only_where_something_counts(
+    slot_weights: str, objective: str
+) -> None:
+    spec = make_spec(packs_per_step=2, slot_weights=slot_weights, objective=objective)
     step, config = make_step(spec), make_config(spec)
-    plan = PackPlan(0, 2, 1, payload_shapes(config.feature_names, TOKENS, HIDDEN), ANCHORS, 0, 2, 60.0)
+    plan = PackPlan(0, 2, 1, payload_shapes(hidden_state_names(spec, config), TOKENS, HIDDEN), ANCHORS, 0, 2, 60.0)
     names = []
     for name, batch in adversarial_batches(torch.device("cpu"), plan, torch.float32, vocab_size=90):
         step.load_weights(step.first_weights(0))
@@ -204,6 +208,36 @@ def test_the_targets_last_state_is_read_only_where_the_objective_needs_it() -> N
     assert make_step(make_spec()).run(StepBatch(0, (without,)), 1e-2).wait().applied
     with pytest.raises(KeyError, match="last_hidden_state"):
         make_step(make_spec(objective="tv")).run(StepBatch(0, (without,)), 1e-2)
+
+
+class HostSync(TorchDispatchMode):
+    """Refuses what makes the host wait for a GPU: reading a value, or a shape that depends on values."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = function.name()
+        assert name not in {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"}, name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl", "lk_hybrid"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_no_step_waits_for_the_device(objective: str, kind: str) -> None:
+    spec = make_spec(packs_per_step=2, objective=objective, slot_weights="dpace", precision="bfloat16")
+    spec = spec.model_copy(
+        update={
+            "optimizer": OptimizerSpec(kind=kind, ema_decay=0.9),
+            "train": spec.train.model_copy(update={"feature_noise": 0.1}),
+        }
+    )
+    step = make_step(spec)
+    # The loss of fixed shapes, as on a GPU; the masks of SDPA are the CPU's own.
+    step._loss_config = replace(step._loss_config, only_counted_rows=False)
+    batch = StepBatch(0, (make_pack(0), make_pack(1)))
+    with HostSync():
+        pending = step.run(batch, 1e-3)
+    assert pending.wait().applied
+    with HostSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        pending._values[0].item()
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:
