@@ -114,6 +114,7 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
     throughput = run["throughput"] or {}
     checkpoint = run["latest_checkpoint_step"]
     waits = throughput.get("data_wait_ratio")
+    target_pace = measure(throughput.get("target_tokens_per_second"), 0)
     return {
         "name": run["name"],
         "state": run["state"],
@@ -121,6 +122,7 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
         "conditions": "\n".join(f"{one['type']}: {one['message']}" for one in run["conditions"]),
         "progress": figures.progress_words(run),
         "waits for packs": f"{percent(waits)} of the time" if waits is not None else "",
+        "target computes": f"{target_pace} tokens/s" if target_pace != ABSENT else "",
         "bottleneck": str(throughput.get("bottleneck") or ""),
         "trainer": ", ".join(run["trainers"]),
         "target": run["target"],
