@@ -1,7 +1,7 @@
 """Chat messages as text: the same for documents that a drafter is trained on and prompts that it is measured with."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,20 +19,29 @@ _FIXED_DATE_MACRO = (
 )
 
 
-def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], *, as_prompt: bool) -> str:
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    as_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The tokenizer's chat template applied to messages of `role` and `content`, on one fixed day.
 
     Args:
         tokenizer: with a chat template.
-        messages: in order.
+        messages: in order; the template may know more keys, such as `tool_calls` and `reasoning_content`.
         as_prompt: add what makes the model answer next.
+        tools: definitions of tools that the model may call, as JSON schemas.
 
     Raises:
         jinja2.TemplateError, TypeError, ValueError: the template refuses these messages.
     """
-    template: str = tokenizer.get_chat_template()
+    schemas = [dict(tool) for tool in tools] or None
+    template: str = tokenizer.get_chat_template(tools=schemas)
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
+        tools=schemas,
         chat_template=_FIXED_DATE_MACRO + template if "strftime_now" in template else template,
         tokenize=False,
         add_generation_prompt=as_prompt,

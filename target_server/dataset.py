@@ -1,33 +1,34 @@
-"""Reads a recipe's conversation files into documents: allowed paths only, every line accounted for."""
+"""A recipe's data becomes a table of documents: hashed, indexed on disk once, mapped from then on."""
 
 import hashlib
+import json
 import logging
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from slipstream.errors import SlipstreamError
-from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
-from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
-from target_server.conversations import Conversation, LineFormat, read_conversations
+from slipstream.wire.data_report import DataReport
+from target_server.data_files import file_stamp, unreadable
+from target_server.document_index import IndexSource, open_index
 from target_server.document_table import DocumentTable
-from target_server.tokens_and_mask import ChatEncoder, Document
+from target_server.record_encoder import EncodingSettings, Split
+from target_server.record_files import SourceFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Split = Literal["train", "heldout"]
-
-_PROGRESS_SECONDS = 5.0
-_VERIFIED_AT_START = 16
-_VERIFIED_EVERY = 512
-_MIN_SAMPLES_TO_REFUSE = 4
-
-_CORRECT_FILES = "Correct data.files in the recipe; the path must be valid on the target server's machine."
+_PARALLEL_FROM_BYTES = 256 * 2**20
+"""Below, worker processes cost more time than they save."""
+_MOST_JOBS = 16
+_SETTLED_NS = 2_000_000_000
+"""A file that changed less long ago may change again within one tick of the clock, unseen."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,9 +39,11 @@ class Dataset:
 
     documents: DocumentTable
     content_hash: str
-    """sha256 (hex) over the format, and name and bytes of every file in order; says nothing of template, cut or split.
+    """sha256 (hex) over what is read from records (format, trained turns), and name and bytes of every file in order;
+    says nothing of template, cut or split.
 
-    The directory does not count. The file's name does: ids of lines without one come from it, and with them the split.
+    The directory does not count. The file's name does: ids of records without one come from it, and with them the
+    split.
     """
     report: DataReport
 
@@ -49,196 +52,103 @@ def load_documents(
     data: DataSpec,
     tokenizer: "PreTrainedTokenizerBase",
     *,
-    data_roots: Sequence[Path] | None,
+    files: Sequence[SourceFile],
     split: Split,
+    index_root: Path | None = None,
 ) -> Dataset:
-    """Read, render, tokenize and mask all conversations of `data` that belong to `split`.
+    """All documents of `files` that belong to `split`; from the index where there is one, else it is built first.
 
-    `data_roots`: directories that files must lie in (symbolic links followed); None allows every path.
-    Raises SlipstreamError: PATH_NOT_ALLOWED; DATA_INVALID for a file that is missing, unreadable or yields no
-    usable conversation, or an empty split; MODEL_INVALID for a tokenizer without offsets or chat template, or one
-    whose masks do not decode to the answers.
+    Args:
+        data: how records are read, cut and split.
+        tokenizer: the target's.
+        files: what `data.files` name, see `data_files.find_files`.
+        split: train or heldout.
+        index_root: where indexes are kept; default: `default_index_root()`.
+
+    Raises:
+        SlipstreamError: DATA_INVALID for a file that cannot be read or changes meanwhile, or when nothing is usable;
+            MODEL_INVALID for a tokenizer without offsets or chat template, or one whose masks do not decode to the
+            answers; ENVIRONMENT_UNSUPPORTED without the package that reads a file; DISK_FULL.
     """
-    paths = allowed_paths(data.files, data_roots)
-    encoder = ChatEncoder(tokenizer, data.max_document_tokens or data.pack_tokens)
-    report = ReportBuilder()
-    loader = _Loader(encoder, data, split, report)
-    states = [file_stamp(path) for path in paths]
-    content_hash = _content_hash(paths, data.format)
-    documents = DocumentTable.of(document for path in paths for document in loader.documents_of(path))
-    result = report.build(split)
-    if len(documents) == 0:
-        raise _empty_split(data, split)
-    loader.refuse_wrong_masks()
-    for path, state in zip(paths, states, strict=True):
-        if file_stamp(path) != state:
-            raise _unreadable(path, "it changed while it was read", "Start again once nothing writes to the file.")
+    root = index_root or default_index_root()
+    stamps = [file_stamp(file.path) for file in files]
+    content_hash = _content_hash(files, data, root)
+    source = IndexSource(files, content_hash, tokenizer, EncodingSettings.of(data, split))
+    documents, report = _open(root, source, _jobs(sum(stamp.size for stamp in stamps)))
+    for file, stamp in zip(files, stamps, strict=True):
+        if file_stamp(file.path) != stamp:
+            shutil.rmtree(root / source.key, ignore_errors=True)  # it is not what its key says
+            raise unreadable(file.path, "it changed while it was read", "Start again once nothing writes to the file.")
     log_event(
-        _logger, "info", "documents_loaded", split=split, documents=len(documents), tokens=result.tokens,
-        supervised=result.supervised_tokens, dropped=result.num_dropped,
+        _logger, "info", "documents_loaded", split=split, documents=len(documents), tokens=report.tokens,
+        supervised=report.supervised_tokens, dropped=report.num_dropped,
     )  # fmt: skip
-    return Dataset(documents, content_hash, result)
+    return Dataset(documents, content_hash, report)
 
 
-def is_heldout(conversation_id: str, fraction: float) -> bool:
-    """Whether a conversation is held out: its id's sha256, read as a number in [0, 1), lies below `fraction`."""
-    digest = hashlib.sha256(conversation_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+def default_index_root() -> Path:
+    """`$SLIPSTREAM_INDEX_DIR`, else `slipstream/documents` in the user's cache directory."""
+    given = os.environ.get("SLIPSTREAM_INDEX_DIR")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream" / "documents"
 
 
-class _Loader:
-    """Streams the documents of files, one after the other, into one report."""
-
-    def __init__(self, encoder: ChatEncoder, data: DataSpec, split: Split, report: ReportBuilder) -> None:
-        self._encoder = encoder
-        self._format: LineFormat = data.format
-        self._heldout_fraction = data.heldout_fraction
-        self._split = split
-        self._report = report
-        self._masks_differ = 0
-        self._next_progress = time.monotonic() + _PROGRESS_SECONDS
-
-    def documents_of(self, path: Path) -> Iterator[Document]:
-        """Documents of one file. Raises SlipstreamError (DATA_INVALID) if the file gives none to either split."""
-        report = self._report
-        kept_before = report.used + report.other_split
-        read_before = report.read
-        try:
-            for conversation, documents in self._encoder.encode(self._of_split(path), report):
-                self._verify_sample(conversation)
-                yield from documents
-        except OSError as error:
-            raise _unreadable(path, str(error.strerror or error)) from error
-        if report.used + report.other_split == kept_before:
-            raise self._useless_file(path, report.read - read_before)
-
-    def _of_split(self, path: Path) -> Iterator[Conversation]:
-        for conversation in read_conversations(path, self._format, self._report):
-            self._log_progress(path)
-            if is_heldout(conversation.id, self._heldout_fraction) == (self._split == "heldout"):
-                yield conversation
-            else:
-                self._report.other_split += 1
-
-    def _log_progress(self, path: Path) -> None:
-        now = time.monotonic()
-        if now < self._next_progress:
-            return
-        self._next_progress = now + _PROGRESS_SECONDS
-        report = self._report
-        log_event(
-            _logger, "info", "reading_conversations", file=path.name, read=report.read, used=report.used,
-            tokens=report.tokens, dropped=report.num_dropped,
-        )  # fmt: skip
-
-    def _verify_sample(self, conversation: Conversation) -> None:
-        report = self._report
-        if report.used > _VERIFIED_AT_START and report.used % _VERIFIED_EVERY:
-            return
-        report.mask_samples += 1
-        problem = self._encoder.mask_problem(conversation)
-        if problem is not None:
-            self._masks_differ += 1
-            report.note(Finding.MASK_NOT_VERIFIED, conversation.where)
-            log_event(_logger, "warning", "mask_not_verified", where=conversation.where, problem=problem)
-
-    def refuse_wrong_masks(self) -> None:
-        """Raise if most of the sampled masks are wrong: then it is the tokenizer, not a strange conversation."""
-        samples = self._report.mask_samples
-        if samples >= _MIN_SAMPLES_TO_REFUSE and self._masks_differ * 2 > samples:
-            raise SlipstreamError(
-                f"In {self._masks_differ} of {samples} sampled conversations the supervised tokens do not decode "
-                "to the assistant's answer.",
-                reason=Reason.MODEL_INVALID,
-                remedy="The tokenizer's offsets or its chat template are unusual; the log shows what differs.",
-            )
-
-    def _useless_file(self, path: Path, lines: int) -> SlipstreamError:
-        why = "; ".join(f"dropped {entry.in_words()}" for entry in self._report.build(self._split).dropped)
-        return SlipstreamError(
-            f"{path} holds no usable conversation: {lines} lines read{'; ' + why if why else ''}.",
-            reason=Reason.DATA_INVALID,
-            remedy='Each line must be a JSON object such as {"messages": [{"role": "user", "content": "…"}, '
-            '{"role": "assistant", "content": "…"}]}, or ShareGPT `conversations`.',
-        )
-
-
-def allowed_paths(names: Sequence[str], data_roots: Sequence[Path] | None) -> tuple[Path, ...]:
-    """The real paths of files that may be read.
-
-    Raises:
-        SlipstreamError: PATH_NOT_ALLOWED outside of `data_roots`; DATA_INVALID for a name that is no file's.
-    """
-    return tuple(_allowed_path(name, data_roots) for name in names)
-
-
-def _allowed_path(name: str, data_roots: Sequence[Path] | None) -> Path:
-    """The real path of a file. Refuses before looking whether it exists, so that nobody can probe for files."""
+def _open(root: Path, source: IndexSource, jobs: int) -> tuple[DocumentTable, DataReport]:
     try:
-        path = Path(name).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL byte
-        if data_roots is not None:  # nobody can probe for users either
-            raise _outside(name, data_roots) from error
-        raise SlipstreamError(
-            f"{name!r} is not the path of a file: {error}.", reason=Reason.DATA_INVALID, remedy=_CORRECT_FILES
-        ) from error
-    if data_roots is not None and not any(path.is_relative_to(root.resolve()) for root in data_roots):
-        raise _outside(name, data_roots)
-    try:
-        found = None if path.is_file() else "is not a file" if path.exists() else "does not exist"
-    except OSError as error:  # a directory on the way that may not be searched, a name that is too long
-        raise _unreadable(path, str(error.strerror or error)) from error
-    if found is not None:
-        raise SlipstreamError(
-            f"The conversation file {path} {found}.", reason=Reason.DATA_INVALID, remedy=_CORRECT_FILES
-        )
-    return path
+        root.mkdir(parents=True, exist_ok=True)
+        writable = os.access(root, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        return open_index(root, source, jobs=jobs)
+    log_event(
+        _logger, "warning", "index_not_kept", directory=str(root),
+        remedy="it is built again at the next start; name a writable directory in $SLIPSTREAM_INDEX_DIR",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="slipstream-documents-") as directory:
+        return open_index(Path(directory), source, jobs=jobs)  # what is mapped outlives its name
 
 
-def _outside(name: str, data_roots: Sequence[Path]) -> SlipstreamError:
-    roots = ", ".join(str(root) for root in data_roots) or "none"
-    return SlipstreamError(
-        f"{name!r} lies outside the directories that this target server may read data from ({roots}).",
-        reason=Reason.PATH_NOT_ALLOWED,
-        remedy="Move the file there, or start the target server with --data-root for its directory.",
-    )
+def _jobs(size_bytes: int) -> int:
+    """One process for small data, else one a core."""
+    return 1 if size_bytes < _PARALLEL_FROM_BYTES else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
 
 
-def _empty_split(data: DataSpec, split: Split) -> SlipstreamError:
-    fraction = data.heldout_fraction
-    return SlipstreamError(
-        f"No conversation belongs to the {split} split (data.heldout_fraction is {fraction:g}).",
-        reason=Reason.DATA_INVALID,
-        remedy="Lower data.heldout_fraction." if split == "train" else "Raise data.heldout_fraction.",
-    )
-
-
-def _unreadable(
-    path: Path, why: str, remedy: str = "Check that the target server may read the file."
-) -> SlipstreamError:
-    return SlipstreamError(f"{path} cannot be read: {why}.", reason=Reason.DATA_INVALID, remedy=remedy)
-
-
-def file_stamp(path: Path) -> tuple[int, int, int]:
-    """Size in bytes, time of the last change in ns, inode.
-
-    Raises:
-        SlipstreamError: DATA_INVALID.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise _unreadable(path, str(error.strerror or error)) from error
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _content_hash(paths: Sequence[Path], line_format: LineFormat) -> str:
-    total = hashlib.sha256(f"slipstream.dataset.v1:{line_format}".encode())
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                total.update(hashlib.sha256(path.name.encode(errors="surrogateescape")).digest())
-                total.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise _unreadable(path, str(error.strerror or error)) from error
+def _content_hash(files: Sequence[SourceFile], data: DataSpec, root: Path) -> str:
+    reading = [data.format, data.train_turns]
+    total = hashlib.sha256(f"slipstream.dataset.v2:{json.dumps(reading)}".encode())
+    for file in files:
+        total.update(hashlib.sha256(file.name.encode(errors="surrogateescape")).digest())
+        total.update(_file_hash(file.path, root / "hashes"))
     return total.hexdigest()
+
+
+def _file_hash(path: Path, known: Path) -> bytes:
+    """sha256 of a file. Remembered with the file's stamp, as a hundred gigabytes take minutes to read."""
+    stamp = file_stamp(path)
+    note = known / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+    try:
+        saved = json.loads(note.read_text(encoding="utf-8"))
+        if saved["stamp"] == asdict(stamp):
+            return bytes.fromhex(saved["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not known yet, or no note of ours: the file itself is read
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+    except OSError as error:
+        raise unreadable(path, str(error.strerror or error)) from error
+    if time.time_ns() - stamp.mtime_ns > _SETTLED_NS and file_stamp(path) == stamp:
+        _remember(note, {"stamp": asdict(stamp), "sha256": digest.hexdigest()})
+    return digest.digest()
+
+
+def _remember(note: Path, content: dict[str, object]) -> None:
+    beside = note.with_name(f"{note.name}.{os.getpid()}")
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(content), encoding="utf-8")
+        beside.replace(note)
+    except OSError as error:
+        log_event(_logger, "warning", "hash_not_kept", file=str(note), error=str(error.strerror or error))

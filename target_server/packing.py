@@ -50,7 +50,7 @@ class Pack:
 class _EpochPlan:
     """Which documents lie in which pack of one epoch."""
 
-    documents: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.uint32]
     """[documents], indices, pack after pack."""
     starts: npt.NDArray[np.int64]
     """[packs + 1], pack i holds documents[starts[i]:starts[i + 1]]."""
@@ -66,10 +66,10 @@ class PackSequence:
     def __init__(self, documents: DocumentTable, *, pack_tokens: int, seed: int, window_documents: int) -> None:
         """No document may be empty or longer than `pack_tokens`, and there must be at least one."""
         lengths = documents.lengths
-        assert len(lengths) > 0 and window_documents > 0
+        assert 0 < len(lengths) < 2**32 and window_documents > 0
         assert lengths.min() > 0 and lengths.max() <= pack_tokens
         self._documents = documents
-        self._lengths: list[int] = lengths.tolist()
+        self._lengths = lengths
         self._pack_tokens = pack_tokens
         self._seed = seed
         self._window_documents = window_documents
@@ -123,21 +123,30 @@ class PackSequence:
     def _make_plan(self, epoch: int) -> _EpochPlan:
         key = hashlib.sha256(f"slipstream.packing.v1:{self._seed}:{epoch}".encode()).digest()[:16]
         stream = np.random.Philox(key=int.from_bytes(key, "little"))
-        # Ranks in the epoch's order stand for documents until the end, so that ties and pack order need no look-up.
-        order = np.argsort(stream.random_raw(len(self._lengths)), kind="stable")
-        lengths: list[int] = np.asarray(self._lengths)[order].tolist()
-        packs: list[list[int]] = []
+        # Flat arrays of four bytes a document: a plan for 40 million documents takes 160 MB. Only a window is a list.
+        order = np.argsort(stream.random_raw(len(self._lengths)), kind="stable").astype(np.uint32)
+        documents = np.empty_like(order)
+        counts: list[npt.NDArray[np.int32]] = []
         carried: list[int] = []
-        for begin in range(0, len(lengths), self._window_documents):
-            end = min(begin + self._window_documents, len(lengths))
-            window = best_fit_decreasing([*carried, *range(begin, end)], lengths, self._pack_tokens)
+        filled = 0
+        for begin in range(0, len(order), self._window_documents):
+            end = min(begin + self._window_documents, len(order))
+            # Ranks in the epoch's order stand for documents, so that ties and pack order need no look-up. A window's
+            # positions are in the order of its ranks.
+            ranks = np.array([*sorted(carried), *range(begin, end)], dtype=np.int64)
+            sizes: list[int] = self._lengths[order[ranks]].tolist()
+            window = best_fit_decreasing(range(len(ranks)), sizes, self._pack_tokens)
             carried = []
-            if end < len(lengths) and len(window) > 1:
-                carried = window.pop(_emptiest(window, lengths))
-            packs += [window[index] for index in np.argsort(stream.random_raw(len(window)), kind="stable")]
-        ranks = [rank for pack in packs for rank in sorted(pack)]
-        starts = np.cumsum([0, *(len(pack) for pack in packs)], dtype=np.int64)
-        return _EpochPlan(order[ranks].astype(np.int64), starts)
+            if end < len(order) and len(window) > 1:
+                carried = ranks[window.pop(_emptiest(window, sizes))].tolist()
+            packs = [sorted(window[index]) for index in np.argsort(stream.random_raw(len(window)), kind="stable")]
+            members = order[ranks[[position for pack in packs for position in pack]]]
+            documents[filled : filled + len(members)] = members
+            filled += len(members)
+            counts.append(np.array([len(pack) for pack in packs], dtype=np.int32))
+        assert filled == len(order)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate(counts), dtype=np.int64)])
+        return _EpochPlan(documents, starts)
 
     def _assemble(self, sequence_number: int, members: Sequence[int]) -> Pack:
         size = self._pack_tokens
@@ -160,7 +169,7 @@ class PackSequence:
             loss_mask=loss_mask,
             document_ids=document_ids,
             position_ids=position_ids,
-            document_lengths=tuple(self._lengths[member] for member in members),
+            document_lengths=tuple(int(self._lengths[member]) for member in members),
             document_names=tuple(self._documents.ids[member] for member in members),
             num_tokens=begin,
             num_supervised=int(loss_mask.sum()),

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,11 +18,13 @@ from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
-from target_server.dataset import Dataset, allowed_paths, file_stamp, load_documents
+from target_server.data_files import file_stamp, find_files
+from target_server.dataset import Dataset, load_documents
 from target_server.forward import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
 from target_server.page_lock import lock_pages, unlock_pages
+from target_server.record_files import SourceFile
 from target_server.shelf import PackFacts, Shelf
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -141,8 +143,7 @@ class StreamCatalog:
         """
         spec = parse_data_spec(terms.data_spec_json)
         self._check_layers(terms)
-        files = allowed_paths(spec.files, self._data_roots)
-        spec = spec.model_copy(update={"files": tuple(map(str, files))})
+        files = find_files(spec.files, self._data_roots)
         with self._opening:
             source = _source_key(spec, files)
             name = self._by_source.get(source)
@@ -150,7 +151,7 @@ class StreamCatalog:
                 stream = self._streams[name]
                 if self._same_layers(stream, terms):
                     return stream
-            return self._load(spec, terms, source)
+            return self._load(spec, files, terms, source)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -158,8 +159,8 @@ class StreamCatalog:
             for name in list(self._streams):
                 self._drop(name)
 
-    def _load(self, spec: DataSpec, terms: SubscriptionTerms, source: str) -> Stream:
-        dataset = load_documents(spec, self._target.tokenizer, data_roots=self._data_roots, split="train")
+    def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms, source: str) -> Stream:
+        dataset = load_documents(spec, self._target.tokenizer, files=files, split="train")
         self._check_lengths(dataset)
         name = _stream_name(spec, dataset.content_hash, self._target.fingerprint)
         known = self._streams.get(name)  # the same content under another path
@@ -292,10 +293,10 @@ def parse_data_spec(text: str) -> DataSpec:
         ) from error
 
 
-def _source_key(spec: DataSpec, files: Sequence[Path]) -> str:
+def _source_key(spec: DataSpec, files: Sequence[SourceFile]) -> str:
     """Changes when a file does, so that a changed file is read again."""
-    stamps = [file_stamp(path) for path in files]
-    return json.dumps([spec.model_dump(mode="json"), stamps], sort_keys=True)
+    stamps = [(str(file.path), file.name, *astuple(file_stamp(file.path))) for file in files]
+    return json.dumps([spec.model_dump(mode="json", exclude={"files"}), stamps], sort_keys=True)
 
 
 def _stream_name(spec: DataSpec, content_hash: str, fingerprint: str) -> str:

@@ -7,11 +7,10 @@ word of an answer counts (the model has to produce it), and one that joins the p
 """
 
 import copy
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +18,16 @@ import numpy.typing as npt
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.data_report import Finding, ReportBuilder
-from target_server.chat_template import ChatTemplate, RenderedConversation, Row
-from target_server.conversations import Conversation
+from target_server.chat_template import ChatTemplate, RenderedConversation, Row, comparable
+from target_server.conversations import Conversation, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TrainTurns = Literal["all", "last"]
+
 _BATCH_CONVERSATIONS = 256
+_BATCH_CHARACTERS = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,18 @@ class Document:
 class ChatEncoder:
     """Conversations in, documents of at most `max_tokens` tokens out."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> None:
-        """Raises SlipstreamError (MODEL_INVALID) for a tokenizer without offsets or without a usable template."""
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, *, train_turns: TrainTurns = "all"
+    ) -> None:
+        """
+        Args:
+            tokenizer: the target's.
+            max_tokens: documents are cut there.
+            train_turns: which of the answers that may be trained are.
+
+        Raises:
+            SlipstreamError: MODEL_INVALID for a tokenizer without offsets or without a usable template.
+        """
         if not tokenizer.is_fast:
             raise SlipstreamError(
                 f"The tokenizer ({type(tokenizer).__name__}) reports no character offsets, which exact masks need.",
@@ -54,24 +66,32 @@ class ChatEncoder:
         assert max_tokens > 0
         self.max_tokens = max_tokens
         self.template = ChatTemplate(tokenizer)
+        self._only_last = train_turns == "last"
+        self._vocabulary = len(tokenizer)
         # A private copy: post-processors would trim white space off the offsets, and the Rust object refuses to be
         # used from two threads at once.
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._tokenizer.backend_tokenizer.post_processor = None
 
     def encode(
-        self, conversations: Iterable[Conversation], report: ReportBuilder
-    ) -> Iterator[tuple[Conversation, list[Document]]]:
+        self, conversations: Iterable[Conversation | TokenRow], report: ReportBuilder
+    ) -> Iterator[tuple[Conversation | TokenRow, list[Document]]]:
         """Yield every conversation that gives documents, in order, with its documents (one, or one per answer).
 
         Conversations are tokenized in batches. `report` gets what was used, cut, skipped and dropped.
         """
-        iterator = iter(conversations)
-        while batch := list(islice(iterator, _BATCH_CONVERSATIONS)):
-            rendered = [self.template.render(conversation) for conversation in batch]
-            encoded = iter(self._tokenize([row for each in rendered for row in each.rows]))
+        for batch in _batches(conversations):
+            rendered = [
+                self.template.render(each, only_last=self._only_last) if isinstance(each, Conversation) else None
+                for each in batch
+            ]
+            encoded = iter(self._tokenize([row for each in rendered if each is not None for row in each.rows]))
             for conversation, each in zip(batch, rendered, strict=True):
-                documents = self._documents(conversation, each, list(islice(encoded, len(each.rows))), report)
+                if isinstance(conversation, TokenRow):
+                    documents = self._given_document(conversation, report)
+                else:
+                    assert each is not None
+                    documents = self._documents(conversation, each, list(islice(encoded, len(each.rows))), report)
                 if documents:
                     yield conversation, documents
 
@@ -93,6 +113,20 @@ class ChatEncoder:
             result.append((np.asarray(ids, dtype=np.int32), _loss_mask(row, bounds[:, 0], bounds[:, 1])))
         return result
 
+    def _given_document(self, row: TokenRow, report: ReportBuilder) -> list[Document]:
+        """A document from tokens that were made elsewhere: only cut."""
+        if int(row.token_ids.max()) >= self._vocabulary:
+            report.drop(Finding.TOKEN_UNKNOWN, row.where)
+            return []
+        document = Document(row.id, row.token_ids[: self.max_tokens], row.loss_mask[: self.max_tokens])
+        if not document.loss_mask.any():
+            report.drop(Finding.ANSWERS_CUT_AWAY if row.loss_mask.any() else Finding.NOTHING_TRAINED, row.where)
+            return []
+        _count([document], report)
+        if len(row.token_ids) > self.max_tokens:
+            report.note(Finding.TRUNCATED, row.where)
+        return [document]
+
     def _documents(
         self,
         conversation: Conversation,
@@ -101,9 +135,10 @@ class ChatEncoder:
         report: ReportBuilder,
     ) -> list[Document]:
         """Cut the rows of a conversation, leave out those without supervised tokens, and account for it."""
-        documents, truncated = [], False
+        documents, truncated, problem = [], False, None
         for row, (ids, mask) in zip(rendered.rows, encoded, strict=True):
             truncated |= len(ids) > self.max_tokens
+            problem = problem or self.row_problem(row, ids, mask)
             ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
             if mask.any():
                 name = conversation.id if len(rendered.rows) == 1 else f"{conversation.id}#{row.answers[0].turn}"
@@ -112,39 +147,63 @@ class ChatEncoder:
             report.drop(rendered.problem if not encoded and rendered.problem else Finding.ANSWERS_CUT_AWAY,
                         conversation.where)  # fmt: skip
             return []
-        report.used += 1
-        report.documents += len(documents)
-        report.tokens += sum(len(document.token_ids) for document in documents)
-        report.supervised_tokens += sum(int(document.loss_mask.sum()) for document in documents)
+        _count(documents, report)
+        report.mask_samples += 1
         for finding, holds in (
             (Finding.TRUNCATED, truncated),
             (Finding.ANSWER_SKIPPED, rendered.problem is not None),
             (Finding.ONE_ROW_PER_ANSWER, len(rendered.rows) > 1),
+            (Finding.REASONING_NOT_WRITTEN, rendered.without_reasoning),
+            (Finding.MASK_NOT_VERIFIED, problem is not None),
         ):
             if holds:
                 report.note(finding, conversation.where)
         return documents
 
-    def mask_problem(self, conversation: Conversation) -> str | None:
-        """Decode the supervised tokens of a conversation again and compare them with its answers.
+    def row_problem(self, row: Row, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str | None:
+        """Decode the supervised tokens of a row again and compare them with its answers.
 
         Returns None if they agree, else what differs. Unicode is compared in NFC, since tokenizers may normalise;
         white space at the ends may belong to the template; of an answer that is cut, what is left must agree.
         """
-        rendered = self.template.render(conversation)
-        for row, (ids, mask) in zip(rendered.rows, self._tokenize(rendered.rows), strict=True):
-            cut = len(ids) > self.max_tokens
-            runs = _supervised_runs(ids[: self.max_tokens], mask[: self.max_tokens])
-            if len(runs) > len(row.answers) or (len(runs) < len(row.answers) and not cut):
-                return f"{len(runs)} supervised runs for {len(row.answers)} answers"
-            for index, (answer, run) in enumerate(zip(row.answers, runs, strict=False)):
-                content = conversation.turns[answer.turn].content
-                closed = conversation.finished or answer.turn < len(conversation.turns) - 1
-                wanted = _comparable(content) + _comparable(self.template.end_of_turn if closed else "")
-                decoded = self._tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                if not _agrees(_comparable(decoded), wanted, cut=cut and index == len(runs) - 1):
-                    return f"turn {answer.turn}: the supervised tokens say {decoded[-80:]!r}"
+        cut = len(ids) > self.max_tokens
+        runs = _supervised_runs(ids[: self.max_tokens], mask[: self.max_tokens])
+        if len(runs) > len(row.answers) or (len(runs) < len(row.answers) and not cut):
+            return f"{len(runs)} supervised runs for {len(row.answers)} answers"
+        decode = self._tokenizer.backend_tokenizer.decode
+        for index, (answer, run) in enumerate(zip(row.answers, runs, strict=False)):
+            decoded = decode(run.tolist(), skip_special_tokens=False)
+            if not _agrees(comparable(decoded), comparable(answer.text), cut=cut and index == len(runs) - 1):
+                return f"turn {answer.turn}: the supervised tokens say {decoded[-80:]!r}"
         return None
+
+    def mask_problem(self, conversation: Conversation) -> str | None:
+        """The first `row_problem` of a conversation's rows."""
+        rows = self.template.render(conversation, only_last=self._only_last).rows
+        problems = (self.row_problem(row, *encoded) for row, encoded in zip(rows, self._tokenize(rows), strict=True))
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _batches(conversations: Iterable[Conversation | TokenRow]) -> Iterator[list[Conversation | TokenRow]]:
+    """Full enough for the tokenizer's threads, small enough for memory where conversations are long."""
+    batch: list[Conversation | TokenRow] = []
+    characters = 0
+    for conversation in conversations:
+        batch.append(conversation)
+        if isinstance(conversation, Conversation):
+            characters += sum(len(turn.content) + len(turn.reasoning) for turn in conversation.turns)
+        if len(batch) >= _BATCH_CONVERSATIONS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _count(documents: Sequence[Document], report: ReportBuilder) -> None:
+    report.used += 1
+    report.documents += len(documents)
+    report.tokens += sum(len(document.token_ids) for document in documents)
+    report.supervised_tokens += sum(int(document.loss_mask.sum()) for document in documents)
 
 
 def _loss_mask(row: Row, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
@@ -159,11 +218,6 @@ def _supervised_runs(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) ->
     """The maximal runs of supervised tokens."""
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
     return [ids[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _comparable(text: str) -> str:
-    """NFC without white space: templates trim and re-space answers, tokenizers normalise."""
-    return unicodedata.normalize("NFC", "".join(text.split()))
 
 
 def _agrees(decoded: str, wanted: str, *, cut: bool) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ SECONDS_BY_FOLDER = {"system": 240, "gpu": 300}
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Indexes of documents, also those of processes that tests start; gone when this process ends.
+_indexes = tempfile.TemporaryDirectory(prefix="slipstream-test-indexes-")
+os.environ["SLIPSTREAM_INDEX_DIR"] = _indexes.name
 # No test may need a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -47,9 +47,13 @@ class DataSpec(Section):
     """Conversations and how they become packs. Its canonical JSON is part of the stream's identity."""
 
     files: Annotated[tuple[Name, ...], Field(min_length=1)]
-    """JSONL or JSONL.gz files; relative paths are resolved against the recipe's directory."""
-    format: Literal["auto", "openai", "sharegpt"] = "auto"
-    """Layout of a line: OpenAI `messages` or ShareGPT `conversations`; auto decides line by line."""
+    """JSONL, JSON (both also .gz), Parquet or Arrow files, globs, directories, or `hf://datasets/OWNER/NAME@REVISION`;
+    relative paths are resolved against the recipe's directory. See docs/data.md."""
+    format: Literal["auto", "openai", "sharegpt", "completion", "tokens"] = "auto"
+    """Layout of a record: OpenAI `messages`, ShareGPT `conversations`, `prompt` and `completion`, or `input_ids` and
+    `loss_mask`; auto decides record by record."""
+    train_turns: Literal["all", "last"] = "all"
+    """Which of a conversation's answers are trained; those with `"weight": 0` never are."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Orders the documents of every epoch."""
     pack_tokens: Annotated[int, Field(ge=128, multiple_of=128)] = 2048

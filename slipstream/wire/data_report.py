@@ -12,17 +12,23 @@ MAX_EXAMPLES = 5
 class Finding(StrEnum):
     """Something a user should know about a conversation. The value travels on the wire; never rename one."""
 
-    # The line gave no conversation.
+    # The record gave no conversation.
     BROKEN_JSON = "broken_json"
     NOT_UTF8 = "not_utf8"
+    LINE_TOO_LONG = "line_too_long"
     DAMAGED_GZIP = "damaged_gzip"
+    DAMAGED_FILE = "damaged_file"
     NOT_AN_OBJECT = "not_an_object"
     NO_TURNS = "no_turns"
     EMPTY_TURN = "empty_turn"
     UNKNOWN_ROLE = "unknown_role"
     UNSUPPORTED_CONTENT = "unsupported_content"
     NO_ASSISTANT_TURN = "no_assistant_turn"
+    TOKENS_INVALID = "tokens_invalid"
     # The conversation gave no tokens to learn from.
+    NOTHING_TRAINED = "nothing_trained"
+    TOKEN_UNKNOWN = "token_unknown"
+    TOOLS_NOT_WRITTEN = "tools_not_written"
     TEMPLATE_REFUSED = "template_refused"
     ANSWER_FIRST = "answer_first"
     ANSWER_REWRITTEN = "answer_rewritten"
@@ -32,18 +38,29 @@ class Finding(StrEnum):
     ANSWER_SKIPPED = "answer_skipped"
     ONE_ROW_PER_ANSWER = "one_row_per_answer"
     MASK_NOT_VERIFIED = "mask_not_verified"
+    REASONING_NOT_WRITTEN = "reasoning_not_written"
+    DUPLICATE_ID = "duplicate_id"
+    # About a file.
+    FILE_GAVE_NOTHING = "file_gave_nothing"
 
 
 _WORDS = {
     Finding.BROKEN_JSON: "the line is not valid JSON",
     Finding.NOT_UTF8: "the text is not valid UTF-8",
+    Finding.LINE_TOO_LONG: "the line is longer than 64 MiB",
     Finding.DAMAGED_GZIP: "the gzip data is damaged or cut off here; the rest of the file is lost",
+    Finding.DAMAGED_FILE: "the file is damaged or cut off here; the rest of it is lost",
     Finding.NOT_AN_OBJECT: "the line is not a JSON object",
-    Finding.NO_TURNS: "there is no non-empty list of turns (`messages` or `conversations`)",
+    Finding.NO_TURNS: "none of the known layouts: no non-empty `messages`, `conversations`, `prompt` and `completion`, "
+    "or `input_ids`",
     Finding.EMPTY_TURN: "a turn has no text",
-    Finding.UNKNOWN_ROLE: "a turn has a role other than system, user or assistant",
-    Finding.UNSUPPORTED_CONTENT: "a turn holds tool calls or parts other than text",
+    Finding.UNKNOWN_ROLE: "a turn has a role other than system, user, assistant or tool",
+    Finding.UNSUPPORTED_CONTENT: "a turn holds parts other than text, or a tool call without a name",
     Finding.NO_ASSISTANT_TURN: "no turn of the assistant",
+    Finding.TOKENS_INVALID: "token ids and mask are not two lists of integers of one length, the mask of 0 and 1",
+    Finding.NOTHING_TRAINED: "every answer is marked as not to be trained",
+    Finding.TOKEN_UNKNOWN: "a token id is not in the target's vocabulary",
+    Finding.TOOLS_NOT_WRITTEN: "it uses tools, and the chat template writes no tool calls or results",
     Finding.TEMPLATE_REFUSED: "the chat template refuses the conversation",
     Finding.ANSWER_FIRST: "every answer comes before any question",
     Finding.ANSWER_REWRITTEN: "the chat template changes the answer or the prompt before it",
@@ -51,7 +68,10 @@ _WORDS = {
     Finding.TRUNCATED: "cut to the token limit",
     Finding.ANSWER_SKIPPED: "used, but one of its answers is context only (first turn, or changed by the template)",
     Finding.ONE_ROW_PER_ANSWER: "one row per answer, because the template renders earlier turns differently later",
-    Finding.MASK_NOT_VERIFIED: "in the sample whose supervised tokens do not decode to the answer exactly",
+    Finding.MASK_NOT_VERIFIED: "used, but the supervised tokens do not decode to the answer exactly",
+    Finding.REASONING_NOT_WRITTEN: "used without its reasoning, which the chat template does not write",
+    Finding.DUPLICATE_ID: "used, but an earlier conversation has the same id",
+    Finding.FILE_GAVE_NOTHING: "no usable conversation in the whole file",
 }
 
 
@@ -78,7 +98,7 @@ class DataReport(BaseModel):
 
     split: Literal["train", "heldout"]
     read: int
-    """Lines that are not blank (and one for a gzip file that breaks off)."""
+    """Records: lines that are not blank, array elements, rows (and one for a file that breaks off)."""
     used: int
     """Conversations that gave at least one document."""
     other_split: int
@@ -86,13 +106,13 @@ class DataReport(BaseModel):
     dropped: tuple[FindingCount, ...]
     """Conversations that gave nothing, each under exactly one finding."""
     notes: tuple[FindingCount, ...]
-    """Used conversations that are not used as they stand; one can have several notes."""
+    """What else is worth knowing: of used conversations, which can have several notes, and of files."""
     documents: int
     """Rows of tokens: one per used conversation, more where the template asks for one row per answer."""
     tokens: int
     supervised_tokens: int
     mask_samples: int
-    """Conversations whose mask was verified by decoding it again."""
+    """Conversations whose mask was compared with the answers by decoding it again."""
 
     @property
     def num_dropped(self) -> int:
@@ -120,7 +140,7 @@ class DataReport(BaseModel):
 
 
 class ReportBuilder:
-    """Counts while a data set is read. Not thread-safe: one load, one builder."""
+    """Counts while a data set is read. Not thread-safe."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -138,6 +158,16 @@ class ReportBuilder:
     def num_dropped(self) -> int:
         """Conversations dropped so far."""
         return self._dropped.total()
+
+    def add(self, report: DataReport) -> None:
+        """Count in what was found in the records that follow."""
+        for name in ("read", "used", "other_split", "documents", "tokens", "supervised_tokens", "mask_samples"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        for counter, entries in ((self._dropped, report.dropped), (self._notes, report.notes)):
+            for entry in entries:
+                counter[entry.finding] += entry.count
+                for where in entry.examples:
+                    self._keep_example(entry.finding, where)
 
     def drop(self, finding: Finding, where: str) -> None:
         """Count a conversation at `where` (`file:line`) that gave nothing."""
@@ -157,7 +187,8 @@ class ReportBuilder:
     def _counts(self, counter: Counter[Finding]) -> tuple[FindingCount, ...]:
         return tuple(
             FindingCount(finding=finding, count=count, examples=tuple(self._examples[finding]))
-            for finding, count in counter.most_common()
+            # The finding decides between equal counts: a load that was broken off and resumed reports the same.
+            for finding, count in sorted(counter.items(), key=lambda item: (-item[1], item[0]))
         )
 
     def build(self, split: Literal["train", "heldout"]) -> DataReport:

@@ -261,7 +261,7 @@ def test_canonical_json_is_stable() -> None:
     text = canonical_json(given)
     assert text == (
         '{"files":["é.jsonl"],"format":"auto","heldout_fraction":0.0,"max_document_tokens":null,'
-        '"pack_tokens":2048,"seed":1,"window_documents":512}'
+        '"pack_tokens":2048,"seed":1,"train_turns":"all","window_documents":512}'
     )
     assert canonical_json(DataSpec.model_validate_json(text, strict=True)) == text
 

@@ -10,20 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.wire.data_report import MAX_EXAMPLES, Finding, ReportBuilder
-from target_server.conversations import Conversation, LineFormat, Turn, read_conversations
+from target_server.conversations import BadRecordError, Conversation, RecordFormat, Turn, parse_record
+from target_server.record_files import Position, SourceFile, read_records
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
-def read(path: Path, line_format: LineFormat = "auto") -> tuple[list[Conversation], ReportBuilder]:
-    report = ReportBuilder()
-    return list(read_conversations(path, line_format, report)), report
+def read(path: Path, record_format: RecordFormat = "auto") -> tuple[list, ReportBuilder]:
+    """Every conversation or token row of a file, and the account of its records."""
+    report, found = ReportBuilder(), []
+    file = SourceFile(path, path.name)
+    for record in read_records(file, Position()):
+        report.read += 1
+        where = f"{file.printable_name}:{record.position.record}"
+        try:
+            found.append(parse_record(record.content, record_format, where))
+        except BadRecordError as bad:
+            report.drop(bad.finding, where)
+    return found, report
 
 
-def read_line(tmp_path: Path, line: bytes | dict, line_format: LineFormat = "auto") -> tuple[list, ReportBuilder]:
+def read_line(tmp_path: Path, line: bytes | dict, record_format: RecordFormat = "auto") -> tuple[list, ReportBuilder]:
     path = tmp_path / "line.jsonl"
     path.write_bytes(line if isinstance(line, bytes) else json.dumps(line).encode())
-    return read(path, line_format)
+    return read(path, record_format)
 
 
 def test_openai_and_sharegpt_lines_in_one_file(tmp_path: Path) -> None:
@@ -92,7 +102,8 @@ USER = {"role": "user", "content": "Hi"}
         (_messages(USER, {"role": "assistant", "content": " \n"}), Finding.EMPTY_TURN),
         (_messages(USER, {"role": "assistant", "content": []}), Finding.EMPTY_TURN),
         (_messages(USER, {"role": "assistant"}), Finding.EMPTY_TURN),
-        (_messages({"role": "tool", "content": "42"}), Finding.UNKNOWN_ROLE),
+        (_messages({"role": "critic", "content": "42"}), Finding.UNKNOWN_ROLE),
+        (_messages({"role": "tool", "content": "42"}), Finding.NO_ASSISTANT_TURN),
         (_messages({"role": ["user"], "content": "Hi"}), Finding.UNKNOWN_ROLE),
         (_messages({"content": "Hi"}), Finding.UNKNOWN_ROLE),
         (_messages({"role": "user", "content": [{"type": "image_url"}]}), Finding.UNSUPPORTED_CONTENT),

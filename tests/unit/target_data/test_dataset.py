@@ -12,8 +12,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.data_report import DataReport, Finding, FindingCount
-from target_server import dataset
-from target_server.dataset import Dataset, allowed_paths, file_stamp, is_heldout, load_documents
+from target_server import document_index
+from target_server.data_files import file_stamp, find_files
+from target_server.dataset import Dataset, load_documents
+from target_server.record_encoder import is_heldout
 from target_server.tokens_and_mask import ChatEncoder
 
 
@@ -30,7 +32,8 @@ def write_talks(path: Path, numbers: range, **extra: Any) -> Path:
 
 def load(*paths: Path, tokenizers: dict, split: str = "train", roots: list[Path] | None = None, **spec: Any) -> Dataset:
     data = DataSpec(files=tuple(str(path) for path in paths), **{"pack_tokens": 256, **spec})
-    return load_documents(data, tokenizers["chatml"], data_roots=roots, split=split)
+    files = find_files(data.files, roots)
+    return load_documents(data, tokenizers["chatml"], files=files, split=split)
 
 
 def test_files_in_order_with_an_account_of_every_line(tmp_path: Path, tokenizers: dict) -> None:
@@ -39,10 +42,10 @@ def test_files_in_order_with_an_account_of_every_line(tmp_path: Path, tokenizers
     second.write_text("oops\n" + write_talks(tmp_path / "c.jsonl", range(2)).read_text())
     result = load(first, second, tokenizers=tokenizers)
     report = result.report
-    assert result.documents.ids == ["a-0", "a-1", "a-2", "c-0", "c-1"]
+    assert list(result.documents.ids) == ["a-0", "a-1", "a-2", "c-0", "c-1"]
     assert (report.read, report.used, report.num_dropped, report.other_split) == (6, 5, 1, 0)
-    assert (report.documents, report.tokens) == (5, result.documents.offsets[-1])
-    assert report.supervised_tokens == result.documents.loss_mask.sum()
+    assert (report.documents, report.tokens) == (5, result.documents.num_tokens)
+    assert report.supervised_tokens == sum(document.loss_mask.sum() for document in result.documents)
     assert report.mask_samples == 5
     assert DataReport.model_validate_json(report.model_dump_json()) == report
     lines = report.summary_lines()
@@ -78,6 +81,7 @@ def test_the_content_hash_covers_names_bytes_order_and_format(tmp_path: Path, to
         load(b, a, tokenizers=tokenizers).content_hash,
         load(a, tokenizers=tokenizers).content_hash,
         load(a, b, tokenizers=tokenizers, format="openai").content_hash,
+        load(a, b, tokenizers=tokenizers, train_turns="last").content_hash,
     ]
     assert load(a, b, tokenizers=tokenizers, pack_tokens=512).content_hash == hashes[0]
     moved, renamed = tmp_path / "elsewhere" / "a.jsonl", tmp_path / "renamed.jsonl"
@@ -113,15 +117,19 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path, tokenizers: d
     error = refused(Reason.DATA_INVALID, tmp_path / "none.jsonl", tokenizers=tokenizers)
     assert "none.jsonl does not exist" in error.message
     error = refused(Reason.DATA_INVALID, tmp_path, tokenizers=tokenizers)
-    assert "is not a file" in error.message
+    assert "holds no data file" in error.message
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]\n", '{"messages": []}\n'])
-def test_a_file_without_usable_conversation_is_refused(tmp_path: Path, tokenizers: dict, content: str) -> None:
+def test_a_file_without_usable_conversation_is_named(tmp_path: Path, tokenizers: dict, content: str) -> None:
     good, bad = write_talks(tmp_path / "good.jsonl", range(2)), tmp_path / "bad.jsonl"
     bad.write_text(content)
-    error = refused(Reason.DATA_INVALID, good, bad, tokenizers=tokenizers)
-    assert "bad.jsonl holds no usable conversation" in error.message
+    for files in ((good, bad), (bad, good)):
+        report = load(*files, tokenizers=tokenizers).report
+        assert (report.used, report.count(Finding.FILE_GAVE_NOTHING)) == (2, 1)
+        assert "note 1: no usable conversation in the whole file (bad.jsonl)" in report.summary_lines()
+    error = refused(Reason.DATA_INVALID, bad, tokenizers=tokenizers)
+    assert "bad.jsonl: no usable conversation" in error.message
     assert ("bad.jsonl:1" in error.message) == bool(content.strip())
 
 
@@ -150,7 +158,7 @@ def test_paths_outside_the_roots_are_refused_whether_they_exist_or_not(tmp_path:
 def test_names_that_no_file_can_have(tmp_path: Path, name: str, words: str) -> None:
     for roots, reason in ((None, Reason.DATA_INVALID), ([tmp_path], Reason.PATH_NOT_ALLOWED)):
         with pytest.raises(SlipstreamError) as caught:
-            allowed_paths([name], roots)
+            find_files([name], roots)
         assert caught.value.reason is reason
         assert (words in caught.value.message) == (roots is None)
 
@@ -180,14 +188,14 @@ def test_an_empty_split_is_refused(tmp_path: Path, tokenizers: dict) -> None:
     assert "heldout_fraction is 0" in error.message
 
 
-def _claim_problem(self: ChatEncoder, conversation: object) -> str:
+def _claim_problem(self: ChatEncoder, row: object, ids: object, mask: object) -> str:
     return "the supervised tokens say something else"
 
 
 def test_wrong_masks_are_noted_and_refused_when_they_are_the_rule(
     tmp_path: Path, tokenizers: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChatEncoder, "mask_problem", _claim_problem)
+    monkeypatch.setattr(ChatEncoder, "row_problem", _claim_problem)
     few = load(write_talks(tmp_path / "few.jsonl", range(2)), tokenizers=tokenizers)
     assert few.report.count(Finding.MASK_NOT_VERIFIED) == few.report.mask_samples == 2
     refused(Reason.MODEL_INVALID, write_talks(tmp_path / "a.jsonl", range(8)), tokenizers=tokenizers)
@@ -198,11 +206,11 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
 ) -> None:
     path = write_talks(tmp_path / "a.jsonl", range(3))
 
-    def append_meanwhile(self: ChatEncoder, conversation: object) -> None:
+    def append_meanwhile(self: ChatEncoder, row: object, ids: object, mask: object) -> None:
         with path.open("a") as file:
             file.write("{}\n")
 
-    monkeypatch.setattr(ChatEncoder, "mask_problem", append_meanwhile)
+    monkeypatch.setattr(ChatEncoder, "row_problem", append_meanwhile)
     error = refused(Reason.DATA_INVALID, path, tokenizers=tokenizers)
     assert "changed while it was read" in error.message
 
@@ -221,8 +229,8 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, tokenizers: dict, monkeyp
 def test_progress_is_logged(
     tmp_path: Path, tokenizers: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dataset, "_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(document_index, "_PROGRESS_SECONDS", 0.0)
     with caplog.at_level(logging.INFO):
         load(write_talks(tmp_path / "a.jsonl", range(3)), tokenizers=tokenizers)
     events = [record.getMessage() for record in caplog.records]
-    assert events.count("reading_conversations") == 3 and events[-1] == "documents_loaded"
+    assert events.count("building_index") == 1 and events[-1] == "documents_loaded"

@@ -1,0 +1,412 @@
+"""The documents of a data set on disk: built once, resumed where it was broken off, then only mapped.
+
+    ROOT/KEY.lock       held while building: a second process waits and then uses what the first has built
+    ROOT/KEY.building/  the files of `document_table.py`, and progress.json: up to where they are good
+    ROOT/KEY/           the same, complete, with index.json: what it was built from, and the report
+
+KEY is a hash of the data's content, the tokenizer with its template, and the settings. A process that is killed leaves
+at most bytes behind the ends that progress.json names; the next one cuts them off and goes on from there.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
+from target_server.data_files import unreadable
+from target_server.document_table import (
+    COLUMNS,
+    DOCUMENTS_FILE,
+    ID_END,
+    ID_HASH,
+    IDS_FILE,
+    PLACE,
+    ROW_TYPE,
+    TOKEN_TYPE,
+    TOKENS_END,
+    TOKENS_FILE,
+    DocumentTable,
+    EncodedDocuments,
+    split_place,
+)
+from target_server.record_encoder import Block, EncodingSettings, encode_blocks
+from target_server.record_files import Position, Record, SourceFile, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMAT = "slipstream.documents.v1"
+_COMMIT_BYTES = 64 * 2**20
+_COMMIT_SECONDS = 10.0
+_PROGRESS_SECONDS = 5.0
+_BLOCK_RECORDS = 512
+_BLOCK_BYTES = 4 * 2**20
+_MIN_SAMPLES_TO_REFUSE = 4
+
+_logger = logging.getLogger(__name__)
+
+
+class _Progress(BaseModel):
+    """How far a build has come."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    report: DataReport
+    file: int = 0
+    """The file that is read."""
+    record: int = 0
+    offset: int = 0
+    kept_before: int = 0
+    """Conversations of earlier files that belong to either split."""
+    documents: int = 0
+    tokens: int = 0
+    id_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class IndexSource:
+    """Everything that an index is a function of."""
+
+    files: Sequence[SourceFile]
+    content_hash: str
+    tokenizer: "PreTrainedTokenizerBase"
+    settings: EncodingSettings
+
+    @property
+    def key(self) -> str:
+        """Names the index."""
+        identity = [_FORMAT, self.content_hash, tokenizer_hash(self.tokenizer), asdict(self.settings)]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """sha256 over all that decides which tokens a conversation becomes: tokenizer, chat template, library versions."""
+    parts = [
+        version("transformers"),
+        version("tokenizers"),
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def open_index(root: Path, source: IndexSource, *, jobs: int = 1) -> tuple[DocumentTable, DataReport]:
+    """The documents of a source and their report; built first where there is no index yet.
+
+    Args:
+        root: directory of all indexes; created if missing.
+        source: what to index.
+        jobs: processes that tokenize.
+
+    Raises:
+        SlipstreamError: DATA_INVALID when nothing is usable or a file cannot be read; MODEL_INVALID for a tokenizer
+            that cannot be used, or whose masks do not decode to the answers; DISK_FULL.
+        OSError: `root` cannot be written.
+    """
+    directory = root / source.key
+    root.mkdir(parents=True, exist_ok=True)
+    report = _published_report(directory)
+    if report is None:
+        with _lock(root / f"{source.key}.lock"):
+            report = _published_report(directory)
+            if report is None:
+                report = _build(directory, source, jobs)
+    return DocumentTable.open(directory), report
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """The kernel lets go of it when its holder dies, however that happens."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log_event(_logger, "info", "index_built_elsewhere", waiting_for=str(path))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _published_report(directory: Path) -> DataReport | None:
+    """The report of a complete index; None where there is none, or its files are not as long as they were."""
+    try:
+        progress = _Progress.model_validate_json((directory / "index.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    sizes = {name: (directory / name).stat().st_size for name in _sizes(progress) if (directory / name).exists()}
+    if sizes != _sizes(progress):
+        log_event(_logger, "warning", "index_damaged", directory=str(directory), remedy="it is built again")
+        return None
+    return progress.report
+
+
+def _sizes(progress: _Progress) -> dict[str, int]:
+    return {
+        TOKENS_FILE: progress.tokens * TOKEN_TYPE.itemsize,
+        IDS_FILE: progress.id_bytes,
+        DOCUMENTS_FILE: progress.documents * COLUMNS * ROW_TYPE.itemsize,
+    }
+
+
+def _build(directory: Path, source: IndexSource, jobs: int) -> DataReport:
+    unfinished = directory.with_name(directory.name + ".building")
+    shutil.rmtree(directory, ignore_errors=True)  # damaged
+    unfinished.mkdir(exist_ok=True)
+    try:
+        with _Writer(unfinished, source.settings) as writer:
+            _fill(writer, source, jobs)
+            progress = _finished(writer.commit(), unfinished, source)
+    except SlipstreamError as refused:
+        if refused.reason is not Reason.DISK_FULL:
+            shutil.rmtree(unfinished)  # going on from there would end the same way
+        raise
+    _write_atomically(unfinished / "index.json", progress.model_dump_json())
+    (unfinished / "progress.json").unlink()
+    unfinished.rename(directory)
+    log_event(
+        _logger, "info", "index_built", directory=str(directory), documents=progress.documents, tokens=progress.tokens
+    )
+    return progress.report
+
+
+def _fill(writer: "_Writer", source: IndexSource, jobs: int) -> None:
+    begun = writer.progress
+    pace = _Pace(source.files, begun)
+    blocks = _blocks(source.files, begun)
+    for block, encoded in encode_blocks(blocks, source.tokenizer, source.settings, jobs=jobs):
+        writer.next_file(block.file, source.files)
+        writer.append(block, encoded.documents, encoded.report)
+        pace.report(block, writer.report)
+        if writer.commit_is_due():
+            refuse_wrong_masks(writer.commit().report)
+    writer.next_file(len(source.files), source.files)
+
+
+def _blocks(files: Sequence[SourceFile], begun: _Progress) -> Iterator[Block]:
+    for number in range(begun.file, len(files)):
+        start = Position(begun.record, begun.offset) if number == begun.file else Position()
+        file = files[number]
+        records: list[Record] = []
+        read_from = start.offset
+        try:
+            for record in read_records(file, start):
+                records.append(record)
+                if len(records) >= _BLOCK_RECORDS or record.position.offset - read_from >= _BLOCK_BYTES:
+                    yield Block(number, file.printable_name, records)
+                    records, read_from = [], record.position.offset
+        except OSError as error:
+            raise unreadable(file.path, str(error.strerror or error)) from error
+        if records:
+            yield Block(number, file.printable_name, records)
+
+
+class _Writer:
+    """Appends to the files of an index, from where an earlier process had come."""
+
+    def __init__(self, directory: Path, settings: EncodingSettings) -> None:
+        self._directory = directory
+        self._split = settings.split
+        self._open_files = ExitStack()
+        try:
+            saved = (directory / "progress.json").read_bytes()
+            self.progress = _Progress.model_validate_json(saved)
+            log_event(_logger, "info", "index_resumed", documents=self.progress.documents, tokens=self.progress.tokens)
+        except FileNotFoundError:
+            self.progress = _Progress(report=ReportBuilder().build(settings.split))
+        self.report = ReportBuilder()
+        self.report.add(self.progress.report)
+        self._uncommitted = 0
+        self._committed_at = time.monotonic()
+
+    def __enter__(self) -> "_Writer":
+        self._files = {name: self._opened(name, size) for name, size in _sizes(self.progress).items()}
+        return self
+
+    def _opened(self, name: str, size: int) -> IO[bytes]:
+        path = self._directory / name
+        path.touch()
+        file = self._open_files.enter_context(path.open("r+b"))
+        file.truncate(size)
+        file.seek(size)
+        return file
+
+    def __exit__(self, *_: object) -> None:
+        with _disk_full_in_words(self._directory):
+            self._open_files.close()
+
+    def next_file(self, number: int, files: Sequence[SourceFile]) -> None:
+        """Note the files up to `number` that gave nothing."""
+        while self.progress.file < number:
+            kept = self.report.used + self.report.other_split
+            if kept == self.progress.kept_before:
+                self.report.note(Finding.FILE_GAVE_NOTHING, files[self.progress.file].printable_name)
+            self.progress = self.progress.model_copy(
+                update={"file": self.progress.file + 1, "record": 0, "offset": 0, "kept_before": kept}
+            )
+
+    def append(self, block: Block, documents: EncodedDocuments, report: DataReport) -> None:
+        """Write a block's documents; they count from the next commit on."""
+        self.report.add(report)
+        rows = documents.rows.copy()
+        rows[:, TOKENS_END] += self.progress.tokens
+        rows[:, ID_END] += self.progress.id_bytes
+        with _disk_full_in_words(self._directory):
+            self._files[TOKENS_FILE].write(documents.tokens.data)
+            self._files[IDS_FILE].write(documents.ids)
+            self._files[DOCUMENTS_FILE].write(rows.tobytes())
+        self.progress = self.progress.model_copy(
+            update={
+                "record": block.end.record,
+                "offset": block.end.offset,
+                "documents": self.progress.documents + len(rows),
+                "tokens": self.progress.tokens + len(documents.tokens),
+                "id_bytes": self.progress.id_bytes + len(documents.ids),
+            }
+        )
+        self._uncommitted += documents.tokens.nbytes
+
+    def commit_is_due(self) -> bool:
+        """Whether as much was written, or so much time went by, as may be lost."""
+        waited = time.monotonic() - self._committed_at
+        return self._uncommitted >= _COMMIT_BYTES or waited >= _COMMIT_SECONDS
+
+    def commit(self) -> _Progress:
+        """Make what was written last; returns how far it goes."""
+        self.progress = self.progress.model_copy(update={"report": self.report.build(self._split)})
+        with _disk_full_in_words(self._directory):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            _write_atomically(self._directory / "progress.json", self.progress.model_dump_json())
+        self._uncommitted, self._committed_at = 0, time.monotonic()
+        return self.progress
+
+
+def _finished(progress: _Progress, directory: Path, source: IndexSource) -> _Progress:
+    """The last account; refuses what nobody could train on."""
+    report = progress.report
+    if report.used + report.other_split == 0:
+        raise _nothing_usable(source.files, report)
+    if progress.documents == 0:
+        raise _empty_split(source.settings)
+    refuse_wrong_masks(report)
+    total = ReportBuilder()
+    total.add(report)
+    _note_duplicates(directory, total, source.files)
+    return progress.model_copy(update={"report": total.build(source.settings.split)})
+
+
+def _note_duplicates(directory: Path, report: ReportBuilder, files: Sequence[SourceFile]) -> None:
+    rows = np.memmap(directory / DOCUMENTS_FILE, dtype=ROW_TYPE, mode="r").reshape(-1, COLUMNS)
+    order = np.argsort(rows[:, ID_HASH], kind="stable")
+    identities, places = rows[order, ID_HASH], rows[order, PLACE]
+    # Rows of one conversation share its id and its place.
+    again = (identities[1:] == identities[:-1]) & (places[1:] != places[:-1])
+    for place in np.sort(places[1:][again]).tolist():
+        file, record = split_place(place)
+        report.note(Finding.DUPLICATE_ID, f"{files[file].printable_name}:{record}")
+
+
+def refuse_wrong_masks(report: DataReport) -> None:
+    """Some oddities of Unicode cannot be decoded exactly, but they must be the exception.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID.
+    """
+    wrong, checked = report.count(Finding.MASK_NOT_VERIFIED), report.mask_samples
+    if checked < _MIN_SAMPLES_TO_REFUSE or wrong * 2 <= checked:
+        return
+    examples = next(entry.examples for entry in report.notes if entry.finding is Finding.MASK_NOT_VERIFIED)
+    raise SlipstreamError(
+        f"Of {wrong} in {checked} conversations, the supervised tokens do not decode to the answers "
+        f"({', '.join(examples)}), so this tokenizer's loss masks cannot be trusted.",
+        reason=Reason.MODEL_INVALID,
+        remedy="Check that tokenizer and chat template belong to the model.",
+    )
+
+
+class _Pace:
+    """Says now and then how far a build is and when it will be done."""
+
+    def __init__(self, files: Sequence[SourceFile], begun: _Progress) -> None:
+        self._before = [0]
+        for file in files:
+            self._before.append(self._before[-1] + file.path.stat().st_size)
+        self._files = files
+        self._begun_bytes = self._before[begun.file] + begun.offset
+        self._begun = time.monotonic()
+        self._next = self._begun + _PROGRESS_SECONDS
+
+    def report(self, block: Block, report: ReportBuilder) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _PROGRESS_SECONDS
+        done, total = self._before[block.file] + block.end.offset, max(1, self._before[-1])
+        speed = (done - self._begun_bytes) / (now - self._begun)
+        log_event(
+            _logger, "info", "building_index", file=self._files[block.file].printable_name, done=f"{done / total:.1%}",
+            mb_per_second=round(speed / 1e6, 1), minutes_left=round((total - done) / max(speed, 1.0) / 60, 1),
+            read=report.read, used=report.used, tokens=report.tokens, dropped=report.num_dropped,
+        )  # fmt: skip
+
+
+@contextmanager
+def _disk_full_in_words(directory: Path) -> Iterator[None]:
+    import errno
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SlipstreamError(
+            f"The disk of {directory} is full.",
+            reason=Reason.DISK_FULL,
+            remedy="Make room and start again: what was built is kept. $SLIPSTREAM_INDEX_DIR names another place.",
+        ) from error
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _nothing_usable(files: Sequence[SourceFile], report: DataReport) -> SlipstreamError:
+    why = "; ".join(f"dropped {entry.in_words()}" for entry in report.dropped[:2])
+    named = ", ".join(str(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
+    return SlipstreamError(
+        f"{named}: no usable conversation in {report.read} records{'; ' + why if why else ''}.",
+        reason=Reason.DATA_INVALID,
+        remedy='A record is a JSON object such as {"messages": [{"role": "user", "content": "…"}, '
+        '{"role": "assistant", "content": "…"}]}; docs/data.md lists the others.',
+    )
+
+
+def _empty_split(settings: EncodingSettings) -> SlipstreamError:
+    return SlipstreamError(
+        f"No conversation belongs to the {settings.split} split (data.heldout_fraction is "
+        f"{settings.heldout_fraction:g}).",
+        reason=Reason.DATA_INVALID,
+        remedy="Lower data.heldout_fraction." if settings.split == "train" else "Raise data.heldout_fraction.",
+    )
