@@ -41,8 +41,6 @@ def bring_up(args: argparse.Namespace) -> int:
         return _already_up(args, home, wanted)
     stack = plan_stack(wanted, read_stack(home), working_directory=Path.cwd())
     _require_token(stack, token)
-    with writing(home):
-        home.mkdir(parents=True, exist_ok=True)
     lock = take_over(home)
     if lock is None:  # somebody was quicker
         return _already_up(args, home, wanted)

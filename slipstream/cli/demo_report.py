@@ -21,6 +21,8 @@ class DemoResult:
     """metrics.jsonl of the run."""
     evaluation: dict[str, Any]
     """eval.json."""
+    dashboard: str
+    """Where the run could be seen while the demo ran."""
     seconds: float
     """From the first process to the end of the last."""
 
@@ -44,6 +46,7 @@ def summarise(result: DemoResult) -> dict[str, Any]:
             "after": _rounded(results["trained"]["all"]["accepted_length"]),
         },
         "lossless": result.evaluation["lossless"],
+        "dashboard": result.dashboard,
     }
 
 

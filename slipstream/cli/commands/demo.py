@@ -1,23 +1,29 @@
 """`slipstream demo`: train a drafter for a small real model on this machine, and decode with it. Minutes, no network.
 
-Target server, trainer and evaluation are the same processes that a real run uses; the demo only starts them.
+Nothing in it is special: a local stack as `slipstream up` starts it, a run as `slipstream run create` creates it, and
+the evaluation of `slipstream eval`.
 """
 
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import recipes
 from slipstream.child_processes import child_process, exit_status, one_gpu, sigterm_as_exit
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
+from slipstream.cli.runs.watch import AT_REST, screen_for
+from slipstream.control_client import ControlApiUnreachableError, ControlClient, segment
 from slipstream.errors import SlipstreamError
+from slipstream.launcher.home import Home, is_up, read_supervisor
+from slipstream.launcher.planning import TARGET_NAME, Wanted, plan_stack
+from slipstream.launcher.running import RunningStack, running_stack
+from slipstream.launcher.stack import Stack
+from slipstream.listen import read_token
 from slipstream.machine_probe import probe_accelerator, usable_cores
 from slipstream.packaged_model import MODEL_PACKAGE, RECIPE, given_model, packaged_model
 from slipstream.run_spec.load import load_recipe
@@ -26,6 +32,9 @@ from slipstream.run_spec.spec import RunSpec
 
 MARKER = ".slipstream-demo"
 """Only a directory that holds this file is ever emptied."""
+STACK = "stack"
+_EVERY_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,47 +55,48 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 class Plan:
     """What the demo runs, and where."""
 
-    recipe: Path
-    overrides: tuple[str, ...]
     spec: RunSpec
+    stack: Stack
     directory: Path
     device: str
     device_name: str
-    target_threads: int
-    trainer_threads: int
 
     @property
-    def run_directory(self) -> Path:
-        """The trainer's run directory."""
-        return self.directory / "run"
-
-    @property
-    def flags(self) -> list[str]:
-        """The recipe and its overrides, as every program takes them."""
-        return [str(self.recipe), *(word for item in self.overrides for word in ("--set", item))]
+    def home(self) -> Path:
+        """Of the stack: `slipstream up --home …` shows the demo's run again."""
+        return self.directory / STACK
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo from start to table.
 
     Raises:
-        SlipstreamError: the model is missing, one of the processes failed (with the end of its log), or NOT_LOSSLESS,
-            decoding with the drafter changed an output; the summary is written all the same.
+        SlipstreamError: the model is missing, the stack does not come up, the run or the evaluation failed; or
+            NOT_LOSSLESS, decoding with the drafter changed an output; the summary is written all the same.
     """
     with sigterm_as_exit():
         plan = make_plan(args)
-        _announce(plan)
         prepare_directory(plan.directory)
+        _say(f"target {Path(plan.spec.target.model).name} and drafter on {plan.device_name}, all in {plan.directory}")
         started = time.monotonic()
-        train(plan)
-        report = evaluate(plan)
-        seconds = time.monotonic() - started
-    model = Path(plan.spec.target.model).name
-    metrics = plan.run_directory / "metrics.jsonl"
-    summary = summarise(DemoResult(model, plan.device_name, metrics, report, seconds))
+        with running_stack(plan.stack, plan.home, say=_say) as running:
+            _say(f"dashboard: {running.dashboard_url}")
+            run_directory = train(plan, running)
+            report = evaluate(plan, run_directory)
+            seconds = time.monotonic() - started
+    result = DemoResult(
+        model=Path(plan.spec.target.model).name,
+        device=plan.device_name,
+        metrics=run_directory / "metrics.jsonl",
+        evaluation=report,
+        dashboard=running.dashboard_url,
+        seconds=seconds,
+    )
+    summary = summarise(result)
     path = plan.directory / "summary.json"
     write_summary(path, summary)
     print_summary(summary, report, path)
+    _say(f"next: slipstream up --home {plan.home}   brings its dashboard back")
     if not summary["lossless"]:
         raise SlipstreamError(
             "decoding with the drafter changed an output by more than rounding explains (see the evaluation above)",
@@ -97,34 +107,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Decide model, device and threads before anything starts or is removed.
+    """Decide model, devices and threads before anything starts or is removed.
 
     Raises:
         SlipstreamError: MODEL_INVALID, no model; SPEC_INVALID, an override; PATH_NOT_ALLOWED, the directory holds
             something that is not a demo.
     """
-    from recipes import recipe_path
-
     directory = args.directory.resolve()
     _require_replaceable(directory)
     accelerator = probe_accelerator()
-    overrides = [f"target.model={given_model(args.model) if args.model else packaged_model()}"]
+    model = given_model(args.model) if args.model else packaged_model()
+    overrides = [f"target.model={model}"]
     if accelerator is not None:
         overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
     overrides += args.set
-    recipe = args.recipe or recipe_path(RECIPE)
-    cores = usable_cores()
-    # On a CPU both compute all the time: more threads than cores would make each wait for the other.
-    target_threads = max(1, cores // 2)
-    return Plan(
-        recipe=recipe,
+    recipe = args.recipe or recipes.recipe_path(RECIPE)
+    wanted = Wanted(
+        recipe=str(recipe.absolute()),
         overrides=tuple(overrides),
+        listen="127.0.0.1:0",
+        target_listen="127.0.0.1:0",
+        trainers=1,
+    )
+    return Plan(
         spec=load_recipe(recipe, overrides).spec,
+        stack=plan_stack(wanted, None, working_directory=directory),
         directory=directory,
         device="cpu" if accelerator is None else "cuda",
-        device_name=accelerator or f"CPU, {cores} cores",
-        target_threads=target_threads,
-        trainer_threads=max(1, cores - target_threads),
+        device_name=accelerator or f"CPU, {usable_cores()} cores",
     )
 
 
@@ -157,53 +167,75 @@ def _require_replaceable(directory: Path) -> None:
         raise _refused(f"{directory} cannot be read: {error.strerror}") from error
     if foreign:
         raise _refused(f"{directory} exists and is no earlier demo (it holds no {MARKER})")
+    if is_up(directory / STACK):
+        raise SlipstreamError(
+            f"the stack of an earlier demo is up in {directory / STACK}",
+            reason=Reason.STACK_DIFFERS,
+            remedy=f"Stop it with `slipstream down --home {directory / STACK}`, or choose another --directory.",
+        )
 
 
 def _refused(message: str) -> SlipstreamError:
     return SlipstreamError(message, reason=Reason.PATH_NOT_ALLOWED, remedy="Choose another place with --directory.")
 
 
-def train(plan: Plan) -> None:
-    """Run target server and trainer as two processes until the run has ended.
+def train(plan: Plan, running: RunningStack) -> Path:
+    """Create the run by REST and follow it to its end; returns its directory.
 
     Raises:
-        SlipstreamError: one of them failed.
+        SlipstreamError: the run failed, or a process of the stack was given up.
     """
-    logs = plan.directory / "logs"
-    logs.mkdir()
-    port_file = plan.directory / "target.port"
-    server_command = [
-        *("target_server", "serve", *plan.flags, "--listen", "127.0.0.1:0", "--port-file", str(port_file)),
-        *("--device", plan.device, "--threads", str(plan.target_threads)),
-        *("--ledger", str(plan.directory / "ledger.sqlite")),
-        *[word for root in _data_roots(plan.spec) for word in ("--data-root", root)],
-    ]
-    with _process(plan, server_command, plan.target_threads, logs / "target-server.log") as server:
-        address = _wait_for_address(server, port_file, logs / "target-server.log")
-        trainer_command = [
-            *("drafter_trainer", "run", *plan.flags, "--target", address),
-            *("--run-dir", str(plan.run_directory), "--threads", str(plan.trainer_threads)),
-        ]
-        # The trainer's own progress line is the demo's: its stderr is the user's terminal.
-        with _process(plan, trainer_command, plan.trainer_threads) as trainer:
-            _wait_for_trainer(trainer, server, logs / "target-server.log")
+    body = {"target": TARGET_NAME, "spec": plan.spec.model_dump(mode="json"), "note": "slipstream demo"}
+    with ControlClient(running.api_address, read_token(running.token_file)) as client:
+        ended = _follow(client, client.post("/v1/runs", body), plan.home)
+    if ended["state"] != "SUCCEEDED":
+        raise SlipstreamError(
+            f"run {ended['name']} {ended['state']}: {ended['message'] or 'it was told to by another client'}",
+            reason=Reason(ended["reason"] or Reason.INTERNAL),
+            remedy=f"Its log is in {Home(plan.home).runs / ended['directory'] / 'logs'}.",
+        )
+    return Home(plan.home).runs / str(ended["directory"])
 
 
-def evaluate(plan: Plan) -> dict[str, Any]:
+def _follow(client: ControlClient, run: dict[str, Any], home: Path) -> dict[str, Any]:
+    """Show the run until it rests."""
+    with screen_for("text", _EVERY_SECONDS) as screen:
+        while run["state"] not in AT_REST:
+            screen.show(run)
+            time.sleep(_LOOK_SECONDS)
+            stack = read_supervisor(home)
+            if stack is not None and stack.state == "DEGRADED":
+                problems = [f"{one.name}: {one.problem}" for one in stack.processes if one.state == "GAVE_UP"]
+                raise SlipstreamError(
+                    "\n".join(problems), reason=Reason.STACK_FAILED, remedy="Mend what it names, then start again."
+                )
+            try:
+                run = client.get(f"/v1/runs/{segment(run['name'])}")
+            except ControlApiUnreachableError:
+                # It is started again, or given up, which the next look shows.
+                continue
+        screen.end(run)
+    return run
+
+
+def evaluate(plan: Plan, run_directory: Path) -> dict[str, Any]:
     """Decode the held-out prompts before and after training; returns the report, lossless or not.
 
     Raises:
         SlipstreamError: the evaluation failed.
     """
     output = plan.directory / "eval.json"
-    threads = plan.target_threads + plan.trainer_threads
+    threads = usable_cores()
     # Decoding one prompt on a CPU keeps one core busy; on a GPU, one process does.
     jobs = min(threads, 4) if plan.device == "cpu" else 1
     command = [
-        *("drafter_trainer", "eval", str(plan.run_directory), "--compare-untrained", "--device", plan.device),
-        *("--threads", str(threads), "--jobs", str(jobs), "--output", str(output)),
+        *(sys.executable, "-m", "drafter_trainer", "eval", str(run_directory), "--compare-untrained"),
+        *("--device", plan.device, "--threads", str(threads), "--jobs", str(jobs), "--output", str(output)),
     ]
-    with _process(plan, command, threads) as evaluation:
+    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    if plan.device == "cuda":
+        environment |= one_gpu()
+    with child_process(command, environment=environment, output=None) as evaluation:
         status = exit_status(evaluation)
     # An output that is not lossless is a result too, and was written.
     not_lossless = SlipstreamError("", reason=Reason.NOT_LOSSLESS).exit_code
@@ -217,59 +249,5 @@ def evaluate(plan: Plan) -> dict[str, Any]:
     return report
 
 
-def _announce(plan: Plan) -> None:
-    sys.stderr.write(
-        f"target {Path(plan.spec.target.model).name} and drafter on {plan.device_name}: "
-        f"target server {plan.target_threads} threads, trainer {plan.trainer_threads} threads; "
-        f"everything goes to {plan.directory}\n"
-    )
-
-
-def _data_roots(spec: RunSpec) -> list[str]:
-    return sorted({str(Path(file).parent) for file in spec.data.files})
-
-
-@contextmanager
-def _process(
-    plan: Plan, arguments: Sequence[str], threads: int, log: Path | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m …` with its share of the cores and, where there are several GPUs, the first one."""
-    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    if plan.device == "cuda":
-        environment |= one_gpu()
-    command = [sys.executable, "-m", *arguments]
-    with (
-        log.open("wb") if log else nullcontext() as file,
-        child_process(command, environment=environment, output=file) as process,
-    ):
-        yield process
-
-
-def _wait_for_address(server: subprocess.Popen[bytes], port_file: Path, log: Path) -> str:
-    while server.poll() is None:
-        if port_file.exists():
-            return f"127.0.0.1:{port_file.read_text(encoding='utf-8').strip().rpartition(':')[2]}"
-        time.sleep(0.1)
-    raise _failed("the target server", server.returncode, log)
-
-
-def _wait_for_trainer(trainer: subprocess.Popen[bytes], server: subprocess.Popen[bytes], log: Path) -> None:
-    while trainer.poll() is None:
-        if server.poll() is not None:
-            raise _failed("the target server", server.returncode, log)
-        time.sleep(0.2)
-    if trainer.returncode != 0:
-        raise SlipstreamError(
-            f"the trainer ended with exit status {trainer.returncode}",
-            reason=Reason.INTERNAL,
-            remedy="Its message is above.",
-        )
-
-
-def _failed(who: str, status: int, log: Path) -> SlipstreamError:
-    tail = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-    return SlipstreamError(
-        f"{who} ended with exit status {status}; the end of {log}:\n  {tail}",
-        reason=Reason.INTERNAL,
-        remedy="Mend what it names and start the demo again.",
-    )
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -5,15 +5,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from slipstream.cli.api_access import add_api_flags, control_api, find_api, say_next
 from slipstream.cli.display import ABSENT, Column, age, print_json, print_line, print_table
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _COLUMNS = (
     Column("NAME", may_wrap=True),
@@ -38,6 +36,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     start.add_argument("--name", metavar="NAME", help="default: after the device or the host")
     start.add_argument("--device", default="auto", metavar="DEVICE", help="auto (default), cpu, cuda or cuda:N")
     start.add_argument("--foreground", action="store_true", help="run it here, also where a local stack is up")
+    start.add_argument(
+        "--runs", type=Path, metavar="DIR", help="where an agent in the foreground keeps runs; default: runs"
+    )
+    start.add_argument(
+        "--state", type=Path, metavar="DIR", help="what makes that agent the same trainer when it comes back"
+    )
     actions.add_parser("ls", help="list the trainers")
     attach = actions.add_parser("attach", help="give a free trainer a run")
     attach.add_argument("trainer", metavar="TRAINER", help="its name")
@@ -118,6 +122,12 @@ def _start(args: argparse.Namespace) -> int:
     home = home_directory(args.home)
     if args.foreground or not _is_api_of_stack(args, home):
         return _become_agent(args)
+    if args.runs or args.state:
+        raise SlipstreamError(
+            f"--runs and --state are for an agent in the foreground; the stack keeps both in {home}",
+            reason=Reason.SPEC_INVALID,
+            remedy="Add --foreground, or leave them out.",
+        )
     from slipstream.launcher.stack import add_trainer
 
     device = _unused_device(home) if args.device == "auto" else args.device
@@ -126,14 +136,14 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_api_of_stack(args: argparse.Namespace, home: "Path") -> bool:
+def _is_api_of_stack(args: argparse.Namespace, home: Path) -> bool:
     from slipstream.launcher.home import is_up, read_supervisor
 
     stack = read_supervisor(home)
     return stack is not None and is_up(home) and find_api(args).address == stack.api
 
 
-def _unused_device(home: "Path") -> str:
+def _unused_device(home: Path) -> str:
     """A GPU on which nothing of the stack runs; the CPU where there is no GPU.
 
     Raises:
@@ -162,8 +172,9 @@ def _become_agent(args: argparse.Namespace) -> int:
     """This process goes on as the agent, so that Ctrl-C and signals reach it."""
     access = find_api(args)
     command = [sys.executable, "-m", "drafter_trainer", "worker", "--api", access.address, "--device", args.device]
-    if args.name is not None:
-        command += ["--name", args.name]
+    for flag, value in (("--name", args.name), ("--runs", args.runs), ("--state", args.state)):
+        if value is not None:
+            command += [flag, str(value)]
     say_next(args, "trainer ls")
     sys.stderr.flush()
     token = {"SLIPSTREAM_TOKEN": access.token} if access.token else {}

@@ -45,7 +45,7 @@ def watch_run(client: ControlClient, args: argparse.Namespace, name: str, *, fir
     run = first
     with detachable(lambda: _left(name, run)) as outcome:
         run = run or client.get(f"/v1/runs/{segment(name)}")
-        with _screen_for(args) as screen:
+        with screen_for(args.output, args.every) as screen:
             screen.show(run)
             for run in _changes(client, run, screen):  # noqa: B020 - the newest one is what Ctrl-C tells of
                 screen.show(run)
@@ -58,13 +58,14 @@ def watch_run(client: ControlClient, args: argparse.Namespace, name: str, *, fir
     return outcome.status
 
 
-def _screen_for(args: argparse.Namespace) -> Screen:
-    if args.output == "json":
+def screen_for(output: str, every_seconds: float) -> Screen:
+    """What fits the terminal, the pipe or the format; plain lines every `every_seconds`."""
+    if output == "json":
         return JsonLines()
     console = make_console()
     if is_terminal() and console.is_interactive:
         return LiveLine(console)
-    return PlainLines(args.every)
+    return PlainLines(every_seconds)
 
 
 def _changes(client: ControlClient, run: Run, screen: Screen) -> Iterator[Run]:
