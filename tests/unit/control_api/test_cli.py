@@ -1,6 +1,9 @@
 """What the command line refuses before anything is served."""
 
 import socket
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +48,33 @@ def test_times_are_positive(seconds: str, capsys: pytest.CaptureFixture[str]) ->
     assert "--grace-seconds" in capsys.readouterr().err
 
 
-def test_a_database_that_cannot_be_used_is_refused_before_serving(tmp_path: Path) -> None:
+def missing_directory(path: Path) -> str:
+    return f"{path}/none/a.sqlite"
+
+
+def newer(path: Path) -> str:
+    with closing(sqlite3.connect(path / "a.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    return f"{path}/a.sqlite"
+
+
+def another_file(path: Path) -> str:
+    (path / "a.sqlite").write_text("dear diary, " * 1000)
+    return f"{path}/a.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (missing_directory, Reason.DATABASE_READ_ONLY),
+        (newer, Reason.DATABASE_NEWER),
+        (another_file, Reason.DATABASE_INVALID),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_refused_before_serving(
+    tmp_path: Path, make: Callable[[Path], str], reason: Reason
+) -> None:
     with pytest.raises(SlipstreamError) as refused:
-        serve(["--listen", "127.0.0.1:0", "--database", f"sqlite:///{tmp_path}/none/a.sqlite"])
-    assert refused.value.reason is Reason.DATABASE_READ_ONLY
+        serve(["--listen", "127.0.0.1:0", "--database", f"sqlite:///{make(tmp_path)}"])
+    assert refused.value.reason is reason
+    assert refused.value.remedy
