@@ -11,8 +11,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -25,6 +26,7 @@ _BATCH_ROWS = 256
 _CHUNK_CHARACTERS = 2**20
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
+_GZIP_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 _UNSUPPORTED_MAGICS = {b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 
 Kind = Literal["lines", "array", "parquet", "arrow"]
@@ -113,10 +115,10 @@ def kind_of(file: SourceFile) -> tuple[Kind, bool]:
     return ("array" if text[:1] == b"[" and text[1:].lstrip()[:1] == b"{" else "lines"), compressed
 
 
-def _text_records(raw: IO[bytes], kind: Kind, compressed: bool, start: Position) -> Iterator[Record]:
+def _text_records(raw: BufferedIOBase, kind: Kind, compressed: bool, start: Position) -> Iterator[Record]:
     position = start if kind == "lines" and not compressed else Position()
     raw.seek(position.offset)
-    stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if compressed else raw
+    stream: BufferedIOBase = gzip.GzipFile(fileobj=raw) if compressed else raw
     records = _lines(stream, position) if kind == "lines" else _elements(stream)
     reached = position
     try:
@@ -127,11 +129,11 @@ def _text_records(raw: IO[bytes], kind: Kind, compressed: bool, start: Position)
                 record = Record(record.content, reached)
             if reached.record > start.record:
                 yield record
-    except (EOFError, gzip.BadGzipFile, zlib.error):
+    except _GZIP_DAMAGE:
         yield Record(Finding.DAMAGED_GZIP, Position(reached.record + 1, raw.tell()))
 
 
-def _lines(stream: IO[bytes], position: Position) -> Iterator[Record]:
+def _lines(stream: BufferedIOBase, position: Position) -> Iterator[Record]:
     number, offset = position.record, position.offset
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -148,7 +150,7 @@ def _lines(stream: IO[bytes], position: Position) -> Iterator[Record]:
             yield Record(text, Position(number, offset))
 
 
-def _elements(stream: IO[bytes]) -> Iterator[Record]:
+def _elements(stream: BufferedIOBase) -> Iterator[Record]:
     """The elements of one JSON array, however it is laid out. Damage ends it: what follows cannot be told apart."""
     text = _ArrayText(stream)
     number = 0
@@ -171,13 +173,15 @@ _END = object()
 class _ArrayText:
     """Decodes one element after the other from a stream, holding about one chunk and one element."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: BufferedIOBase) -> None:
         self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._parse = json.JSONDecoder().raw_decode
         self._text = ""
         self._at = 0
+        self._begun = False
         self._ended = False
+        self._damage: Exception | None = None
 
     def next_element(self) -> object:
         """The next value; _END after the last. Raises ValueError where the array is broken."""
@@ -186,20 +190,20 @@ class _ArrayText:
             if self._peek():
                 raise ValueError("something follows the array")
             return _END
-        value = self._value()
-        if self._peek() == ",":
-            self._at += 1
-        elif self._peek() != "]":
-            raise ValueError("neither a comma nor the end of the array")
-        return value
+        if self._begun:
+            self.skip(",")
+        self._begun = True
+        return self._value()
 
     def skip(self, character: str) -> None:
-        """Step over what must come next."""
-        assert self._peek() == character
+        """Step over what must come next. Raises ValueError where something else does."""
+        if self._peek() != character:
+            raise ValueError(f"no {character!r}")
         self._at += 1
 
     def _value(self) -> object:
         """One JSON value. Reads on until it is whole; each time twice as much, so that long values stay linear."""
+        self._peek()
         while True:
             try:
                 value, end = self._parse(self._text, self._at)
@@ -225,11 +229,25 @@ class _ArrayText:
         """Take another `size` bytes in; False at the end, and where one value takes more than a record may."""
         if self._ended or len(self._text) - self._at > MAX_RECORD_BYTES:
             return False
-        data = self._stream.read(size)
+        data = self._read(size)
         self._ended = not data
         self._text = self._text[self._at :] + self._decode(data, final=self._ended)
         self._at = 0
         return not self._ended
+
+    def _read(self, size: int) -> bytes:
+        """Up to `size` bytes; what came before damaged gzip data is given before the damage is raised."""
+        if self._damage is not None:
+            raise self._damage
+        data = bytearray()
+        try:
+            while len(data) < size and (piece := self._stream.read1(size - len(data))):
+                data += piece
+        except _GZIP_DAMAGE as damage:
+            if not data:
+                raise
+            self._damage = damage
+        return bytes(data)
 
 
 def _parquet_rows(path: Path, start: Position) -> Iterator[Record]:
