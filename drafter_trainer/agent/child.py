@@ -36,6 +36,8 @@ class Child:
         """1 for the first process of the assignment, and so on."""
         self.told: dict[str, Any] = {}
         """What it has said over its line, merged; see `AgentLine`."""
+        self.has_hung_up = False
+        """It says nothing more: it is about to end."""
         self.leave_by: float | None = None
         """Set once it was asked to leave."""
         self.is_late = False
@@ -47,13 +49,15 @@ class Child:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when there is news, or when it has ended."""
+        """Readable when there is news, and for ever once it has hung up."""
         return self._line.fileno()
 
     def hear(self) -> None:
         """Take in what it has said."""
         with suppress(BlockingIOError, ConnectionResetError):
-            while part := self._line.recv(2**16):
+            while not self.has_hung_up:
+                part = self._line.recv(2**16)
+                self.has_hung_up = not part
                 self._unread += part
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:

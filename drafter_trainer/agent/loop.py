@@ -101,7 +101,8 @@ class Agent:
             self._beat(now, leaving=leaving)
             return
         seconds = _LOOK_SECONDS if self._refusal is not None else min(_LOOK_SECONDS, self._next_beat - now)
-        signals.wait(seconds, *([self._child] if self._child is not None else []))
+        child = self._child
+        signals.wait(seconds, *([child] if child is not None and not child.has_hung_up else []))
 
     def _beat(self, now: float, *, leaving: bool) -> None:
         work = self._work
@@ -112,6 +113,8 @@ class Agent:
             if not self._is_registered:
                 self._register()
             answer = self._client.post_once(f"/v1/trainers/{segment(self._identity.name)}:heartbeat", body)
+            if self._said_away_at is not None:
+                log_event(_log, "info", "control_api_is_back", api=self._client.address)
             self._said_away_at = None
             self._obey(answer)
         except ControlApiUnreachableError as error:
@@ -152,7 +155,10 @@ class Agent:
         done: int | None = None
         if self._work is not None:
             work, done = self._work, self._work.assignment.id
+            heard_before = work.reporter.heard_state
             work.reporter.answered(answer.get("acknowledged"))
+            if work.reporter.heard_state != heard_before:
+                log_event(_log, "info", "reported", run=work.assignment.run, state=work.reporter.heard_state)
             if named is not None and named.id == done:
                 work.assignment = named
             else:
@@ -160,7 +166,7 @@ class Agent:
             if work.reporter.has_more:
                 self._next_beat = 0.0
             if work.is_over:
-                log_event(_log, "info", "assignment_over", run=work.assignment.run, state=work.standing.state)
+                log_event(_log, "info", "assignment_over", run=work.assignment.run, assignment=done)
                 self._work = None
         if self._work is None and named is not None and named.id != done:
             log_event(_log, "info", "assignment", run=named.run, attempt=named.attempt, desired=named.desired_state)

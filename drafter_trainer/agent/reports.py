@@ -49,6 +49,8 @@ class Reporter:
         self._events: list[dict[str, Any]] = []
         self._known_checkpoints: list[dict[str, Any]] | None = None
         self._sent = _Sent()
+        self.heard_state: str | None = None
+        """The state in the newest report that was answered."""
         self.has_more = False
         """There is more to send than the last report could hold."""
         self.all_is_said = False
@@ -101,6 +103,7 @@ class Reporter:
         if acknowledged is None:
             self.all_is_said, self.has_more = True, False
             return
+        self.heard_state = self._sent.state
         del self._events[: self._sent.num_events]
         self._known_checkpoints = self._sent.checkpoints
         self._next_metric = acknowledged["next_metric_index"]

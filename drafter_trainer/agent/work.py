@@ -107,6 +107,7 @@ class Work:
         elif child.leave_by is None:
             if not self._is_wanted:
                 child.ask_to_leave(now)
+                log_event(_log, "info", "child_asked_to_leave", run=self.assignment.run, child=child.number)
         elif now >= child.leave_by:
             log_event(_log, "warning", "child_killed", run=self.assignment.run, pid=child.pid)
             child.is_late = True
