@@ -91,7 +91,7 @@ def test_a_summary_has_numbers_or_null(
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     found = evaluation(accepted, accepted)
-    summary = summarise(DemoResult("tiny", "CPU", metrics, found, 12.34))
+    summary = summarise(DemoResult("tiny", "CPU", metrics, found, "http://127.0.0.1:1/dashboard/", 12.34))
     write_summary(tmp_path / "summary.json", summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     mean = 2.0 if accepted else None
