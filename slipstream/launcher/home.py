@@ -207,6 +207,8 @@ def take_over(home: Path) -> IO[bytes] | None:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED.
     """
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
     # Who only looks (`is_up`) holds it for a moment.
     return try_lock(Home(home).supervisor_lock, patience=0.5)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import recipes
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.stack import (
     API,
@@ -92,7 +93,8 @@ def plan_stack(wanted: Wanted, before: Stack | None, *, working_directory: Path)
     base = None if wanted.names_a_target or begins_target else before
     if base is None:
         model, roots = (None, ()) if wanted.no_target else resolve_target(wanted)
-        roots = (*roots, str(working_directory))
+        # What ships with Slipstream may always be named.
+        roots = (*roots, str(working_directory), str(Path(recipes.__file__).parent))
     else:
         model = base.target.model if base.target and not wanted.no_target else None
         roots = base.data_roots
@@ -115,8 +117,6 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
     Raises:
         SlipstreamError: SPEC_INVALID, MODEL_INVALID.
     """
-    from recipes import recipe_path
-
     overrides = list(wanted.overrides)
     if wanted.model is not None:
         overrides.insert(0, f"target.model={given_model(wanted.model)}")
@@ -124,7 +124,7 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
         overrides.insert(0, f"target.model={packaged_model()}")
     name = wanted.recipe or RECIPE
     is_name = "/" not in name and not Path(name).exists()
-    path = recipe_path(name) if is_name else Path(name)
+    path = recipes.recipe_path(name) if is_name else Path(name)
     spec = load_recipe(path, overrides).spec
     files = (*spec.data.files, *([spec.eval.prompts] if spec.eval.prompts else []))
     places = (str(path.absolute().parent), *(str(Path(file).parent) for file in files))

@@ -1,0 +1,186 @@
+"""`slipstream up` with real processes: a run to its end, kills of every part and of all, adoption, an orderly end."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.launcher.home import Home, read_supervisor
+from slipstream.launcher.stack import add_trainer, read_stack, remove_trainer
+from tests.fakes.local_stack import FREE_PORTS, ON_CPU, LocalStack
+from tests.fakes.processes import ManagedProcess, Processes
+from tests.fakes.training import Trainer, assert_same_run
+
+STEPS = 600
+LENGTH = (f"train.max_steps={STEPS}", "checkpoint.every_steps=40", "train.packs_per_step=2")
+WITHOUT_TARGET = ("--no-target", "--trainer-devices", "cpu", "--listen", "127.0.0.1:0")
+
+
+@pytest.fixture
+def stack(processes: Processes, tmp_path: Path) -> Iterator[LocalStack]:
+    local = LocalStack(processes, tmp_path / "home")
+    yield local
+    local.close()
+
+
+def run_of(stack: LocalStack, processes: Processes, recipe: Path, name: str) -> Trainer:
+    return Trainer(processes, recipe, stack.home / "runs" / name)
+
+
+def test_everything_is_killed_and_the_run_goes_on(stack: LocalStack, processes: Processes, tiny_recipe: Path) -> None:
+    """Control API, target server, then all at once; the weights are those of a run that nobody disturbed."""
+    up = stack.up(tiny_recipe, *ON_CPU, *FREE_PORTS)
+    up.wait_for_line(r"^control API +http://", timeout=90)
+    up.wait_for_line("next: slipstream run create .*tiny.toml")
+    stack.create_run(tiny_recipe, "undisturbed", LENGTH)
+    stack.wait_for("the undisturbed run succeeds", lambda: stack.run_state("undisturbed") == "SUCCEEDED")
+
+    stack.create_run(tiny_recipe, "disturbed", LENGTH)
+    stack.wait_for("the first steps", lambda: stack.steps_of("disturbed") >= 20)
+    trainer = stack.process("cpu").pid
+    stack.kill("control-api")
+    up.wait_for_line("control-api: was killed by SIGKILL; started again")
+    stack.kill("target")
+    assert stack.process("cpu").pid == trainer, "the agent noticed nothing"
+    at = stack.steps_of("disturbed")
+    assert at < STEPS - 100, "the run is too short for what is done to it"
+    stack.wait_for("further steps", lambda: stack.steps_of("disturbed") >= at + 10)
+    assert {record["incarnation"] for record in run_of(stack, processes, tiny_recipe, "disturbed").records()} <= {1, 2}
+    stack.kill_everything()
+    killed_at = stack.steps_of("disturbed")
+    assert killed_at < STEPS, "the run was over before it was killed"
+
+    again = stack.up_detached()
+    assert "cpu: ready" in again.output
+    stack.wait_for("the disturbed run succeeds", lambda: stack.run_state("disturbed") == "SUCCEEDED")
+    disturbed = run_of(stack, processes, tiny_recipe, "disturbed")
+    assert_same_run(disturbed, run_of(stack, processes, tiny_recipe, "undisturbed"))
+    stored = [record["record"] for record in stack.stored_metrics("disturbed")]
+    assert stored == disturbed.records(), "metrics are missing"
+    stack.down()
+    assert stack.alive() == []
+    assert read_supervisor(stack.home) is None
+
+
+def test_a_killed_supervisor_leaves_what_the_next_one_adopts(stack: LocalStack) -> None:
+    first = stack.up_detached(*WITHOUT_TARGET)
+    assert "dashboard    http://127.0.0.1:" in first.output
+    before = stack.state
+    assert before.target is None
+    stack.kill_supervisor()
+    assert "control-api: still alive" not in first.output
+    stack.up_detached()
+    after = stack.state
+    assert after.pid != before.pid and after.api == before.api
+    assert [one.pid for one in after.processes] == [one.pid for one in before.processes], "they were adopted"
+    assert all(one.restarts == 0 for one in after.processes)
+    # An adopted process is watched like any other.
+    stack.kill("cpu")
+
+    stack.kill_supervisor()
+    assert len(stack.alive()) >= 2
+    stack.down()
+    assert stack.alive() == []
+    assert "nothing runs in" in stack.down().output
+
+
+def test_other_settings_are_refused_while_it_is_up_and_replace_what_was_left(stack: LocalStack) -> None:
+    stack.up_detached(*WITHOUT_TARGET)
+    before = stack.state
+    assert "already up" in stack.up_detached().output
+    refused = stack.up("--detach", "--trainer-devices", "cpu,cpu")
+    assert refused.wait_exit() == 18
+    assert "--trainer-devices cpu,cpu" in refused.output and "slipstream down" in refused.output
+    assert stack.state == before
+
+    stack.kill_supervisor()
+    stack.up_detached("--listen", "localhost:0")
+    after = stack.state
+    assert after.api != before.api
+    assert not {one.pid for one in after.processes} & {one.pid for one in before.processes}
+
+
+def test_trainers_come_and_go(stack: LocalStack) -> None:
+    stack.up_detached(*WITHOUT_TARGET)
+    assert add_trainer(stack.home, "cpu") == "cpu-2"
+    stack.wait_for(
+        "the new trainer is ready", lambda: "cpu-2" in str(stack.state) and stack.process("cpu-2").state == "READY"
+    )
+    remove_trainer(stack.home, "cpu")
+    stack.wait_for(
+        "the old one is gone", lambda: [one.name for one in stack.state.processes] == ["control-api", "cpu-2"]
+    )
+    found = read_stack(stack.home)
+    assert found is not None and [one.name for one in found.trainers] == ["cpu-2"]
+
+
+def test_ctrl_c_stops_in_order(stack: LocalStack) -> None:
+    up = stack.up(*WITHOUT_TARGET)
+    up.wait_for_line("Ctrl-C stops it in order", timeout=90)
+    os.kill(up.pid, signal.SIGINT)
+    assert up.wait_exit(timeout=60) == 0, up.output
+    ends = [line for line in up.output.splitlines() if line.endswith(": stops")]
+    assert ends == ["cpu: stops", "control-api: stops"]
+    assert stack.alive() == [] and "Traceback" not in up.output
+
+
+def test_a_target_that_cannot_load_is_given_up_and_the_rest_runs(stack: LocalStack, tmp_path: Path) -> None:
+    model = tmp_path / "broken"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    up = stack.up("--detach", "--model", model, *ON_CPU, *FREE_PORTS)
+    assert up.wait_exit(timeout=90) == 19, up.output + stack.logs()
+    assert "target was given up" in up.output and str(stack.home / "logs" / "target.log") in up.output
+    assert "Traceback" not in up.output
+    state = stack.state
+    assert state.state == "DEGRADED"
+    assert {one.name: one.state for one in state.processes if one.name != "cpu"} == {
+        "control-api": "READY",
+        "target": "GAVE_UP",
+    }
+    stack.down()
+    assert stack.alive() == []
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(stack: LocalStack, processes: Processes) -> None:
+    stack.up_detached(*WITHOUT_TARGET)
+    address = stack.state.api.removeprefix("http://")
+    other = LocalStack(processes, stack.home.parent / "other")
+    refused = other.up("--no-target", "--trainer-devices", "cpu", "--listen", address)
+    assert refused.wait_exit() == 4
+    assert f"{address} is in use" in refused.output
+    assert other.alive() == [] and not Home(other.home).stack_file.exists()
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from slipstream.launcher.planning import Wanted, plan_stack
+from slipstream.launcher.running import running_stack
+
+wanted = Wanted(no_target=True, trainer_devices=("cpu",), listen="127.0.0.1:0")
+stack = plan_stack(wanted, None, working_directory=Path.cwd())
+with running_stack(stack, Path(sys.argv[1])) as running:
+    print("up", running.dashboard_url, flush=True)
+    if sys.argv[2] == "killed":
+        time.sleep(600)
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ending", ["leave", "killed"])
+def test_a_stack_inside_another_program(stack: LocalStack, tmp_path: Path, ending: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    argv = [sys.executable, "-P", str(program), str(stack.home), ending]
+    with ManagedProcess(argv, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}) as process:
+        process.wait_for_line(r"up http://127.0.0.1:\d+/dashboard/", timeout=90)
+        if ending == "killed":
+            process.kill()
+        else:
+            process.wait_for_line("left", timeout=90)
+            assert process.wait_exit() == 0
+        stack.wait_for("nothing is left", lambda: stack.alive() == [])
