@@ -49,11 +49,6 @@ class Wanted:
     token_file: Path | None = None
 
     @property
-    def says_nothing(self) -> bool:
-        """Whether it is all defaults."""
-        return self == Wanted()
-
-    @property
     def names_a_target(self) -> bool:
         """Whether it says which model to serve."""
         return self.recipe is not None or self.model is not None or bool(self.overrides)
