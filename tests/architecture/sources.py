@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("slipstream", "target_server", "drafter_trainer", "control_api", "recipes")
-AROUND = ("tests", "tools", "benchmarks")
+AROUND = ("tests", "tools", "benchmarks", "deploy")
 GENERATED = "slipstream/hidden_states/"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
