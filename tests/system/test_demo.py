@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.commands.demo import STACK
+from slipstream.launcher.liveness import marked, open_handles
 from tests.fakes.process_group import survivors
 from tests.fakes.processes import ManagedProcess, Processes
 from tests.fakes.tiny_run import write_tiny_run
@@ -36,23 +38,44 @@ def test_from_nothing_to_the_summary(processes: Processes, demo_recipe: Path, tm
     assert demo.wait_exit(timeout=120) == 0, demo.output
     assert "accepted length, bonus included" in demo.output and "Target verified" in demo.output
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert set(summary) == {"model", "device", "tokens", "steps", "seconds", "loss", "accepted_length", "lossless"}
+    named = {"model", "device", "tokens", "steps", "seconds", "loss", "accepted_length", "lossless", "dashboard"}
+    assert set(summary) == named
+    assert f"dashboard: {summary['dashboard']}" in demo.output
     assert (summary["model"], summary["steps"], summary["tokens"]) == ("target", 8, 8 * 128)
     assert summary["lossless"] is True and summary["device"].startswith("CPU")
     assert set(summary["loss"]) == {"first", "last"} and all(loss > 0 for loss in summary["loss"].values())
     assert set(summary["accepted_length"]) == {"before", "after"}
     assert all(length >= 1 for length in summary["accepted_length"].values())
-    assert not survivors(demo.pid)
+    assert not survivors(demo.pid) and not marked(tmp_path / "demo" / STACK)
 
 
-def test_sigterm_during_training_leaves_no_process(processes: Processes, demo_recipe: Path, tmp_path: Path) -> None:
+def test_a_second_demo_is_refused_and_sigterm_leaves_no_process(
+    processes: Processes, demo_recipe: Path, tmp_path: Path
+) -> None:
     demo = start_demo(processes, demo_recipe, tmp_path / "demo", "train.max_steps=1000000")
-    demo.wait_for_line("checkpoint_saved", timeout=120)
-    assert len([command for command in _running(demo) if " -m " in command]) == 3
+    demo.wait_for_line(r"^step [1-9]\d*/", timeout=120)
+    home = tmp_path / "demo" / STACK
+    assert len(marked(home)) >= 4, "control API, target server, agent, training process"
+    second = start_demo(processes, demo_recipe, tmp_path / "demo")
+    assert second.wait_exit(timeout=60) == 18
+    assert "is up in" in second.output and "slipstream down --home" in second.output
     demo.terminate()
     assert demo.wait_exit(timeout=60) == 143, demo.output
-    assert not survivors(demo.pid)
+    assert not survivors(demo.pid) and not marked(home)
     assert "Traceback" not in demo.output
+
+
+def test_a_killed_demo_takes_its_stack_with_it(processes: Processes, demo_recipe: Path, tmp_path: Path) -> None:
+    demo = start_demo(processes, demo_recipe, tmp_path / "demo", "train.max_steps=1000000")
+    demo.wait_for_line("^target: ready", timeout=120)
+    home = tmp_path / "demo" / STACK
+    handles = open_handles(marked(home))
+    assert handles
+    demo.kill()
+    for handle in handles:
+        assert handle.has_ended(60.0)
+        handle.close()
+    assert not marked(home)
 
 
 def test_a_foreign_directory_is_refused(processes: Processes, demo_recipe: Path, tmp_path: Path) -> None:
@@ -62,7 +85,3 @@ def test_a_foreign_directory_is_refused(processes: Processes, demo_recipe: Path,
     assert demo.wait_exit() == 3
     assert "no earlier demo" in demo.output and "Traceback" not in demo.output
     assert {entry.name for entry in tmp_path.iterdir()} == {"logs", "notes.txt"}
-
-
-def _running(demo: ManagedProcess) -> list[str]:
-    return survivors(demo.pid, seconds=0.0)
