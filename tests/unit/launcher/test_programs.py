@@ -11,7 +11,7 @@ from tests.unit.launcher.stacks import a_stack
 
 
 def programs(stack: Stack) -> dict[str, Program]:
-    return programs_of(stack, Home(Path("/home")))
+    return programs_of(stack, Home(Path("/stack")))
 
 
 def flags(program: Program, flag: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_a_loopback_stack() -> None:
     assert set(flags(target, "--set")) == {'target.dtype="float32"', "target.trust_remote_code=false"}
     assert flags(target, "--device") == ["cpu"] and flags(target, "--threads") == ["1"]
     assert flags(trainer, "--api") == ["http://127.0.0.1:8080"] and flags(trainer, "--name") == ["cpu"]
-    assert flags(trainer, "--runs") == ["/home/runs"] and flags(trainer, "--state") == ["/home/trainers/cpu"]
+    assert flags(trainer, "--runs") == ["/stack/runs"] and flags(trainer, "--state") == ["/stack/trainers/cpu"]
     assert not any("--token-file" in program.argv for program in found.values())
 
 
