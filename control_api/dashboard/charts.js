@@ -46,8 +46,9 @@ export const CHARTS = [
     title: "Pace",
     remark: "data wait: share of time without packs",
     curves: [
-      { label: "tokens/s", read: column("tokensPerSecond"), color: "--curve-5", thin: true, axis: "left", show: rate, fromZero: true },
-      { label: "data wait", read: column("dataWait"), color: "--curve-4", thin: true, axis: "right", show: percent, share: true },
+      { label: "tokens/s", read: column("tokensPerSecond"), color: "--curve-5", faint: true, axis: "left", show: rate },
+      { label: `mean of ${SMOOTH_WIDTH}`, read: smooth("tokensPerSecond"), color: "--curve-5", axis: "left", show: rate, fromZero: true },
+      { label: `data wait, mean of ${SMOOTH_WIDTH}`, read: smooth("dataWait"), color: "--curve-4", axis: "right", show: percent, share: true },
     ],
   },
 ];
@@ -103,6 +104,7 @@ class Chart {
   #series = null;
   #readout;
   #values;
+  #width = 400; // until the observer has measured it
 
   constructor(definition, onZoom) {
     this.#definition = definition;
@@ -126,8 +128,7 @@ class Chart {
     this.destroy();
     this.#series = series;
     this.plotNode.replaceChildren();
-    const width = Math.max(120, this.plotNode.clientWidth || 400);
-    this.#plot = new uPlot(this.#options(width), this.#data(series), this.plotNode);
+    this.#plot = new uPlot(this.#options(this.#width), this.#data(series), this.plotNode);
     this.draw(series, this.#zoom);
   }
 
@@ -147,7 +148,9 @@ class Chart {
 
   fit({ target, contentRect }) {
     const width = Math.floor(contentRect.width);
-    if (target === this.plotNode && width > 0 && width !== this.#plot.width) this.#plot.setSize({ width, height: HEIGHT });
+    if (target !== this.plotNode || width === 0) return;
+    this.#width = width;
+    this.#plot.setSize({ width, height: HEIGHT });
   }
 
   destroy() {

@@ -16,6 +16,7 @@ export function measure(value) {
   if (!isNumber(value)) return NOTHING;
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2);
+  if (size !== 0 && size < 0.1) return value.toPrecision(3);
   return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : 3);
 }
 

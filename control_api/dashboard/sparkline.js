@@ -19,16 +19,16 @@ export class Sparkline {
   }
 
   draw(steps, values) {
-    const rows = steps.map((step, row) => [step, values[row]]).filter(([, value]) => value !== null);
-    if (rows.length < 2) return;
-    // One point a pixel is all that can be seen.
-    const stride = Math.max(1, Math.floor(rows.length / WIDTH));
-    const seen = rows.filter((_row, index) => index % stride === 0 || index === rows.length - 1);
-    const [low, high] = [Math.min(...seen.map((row) => row[1])), Math.max(...seen.map((row) => row[1]))];
-    const [first, last] = [seen[0][0], seen.at(-1)[0]];
+    const [first, last] = [steps[0] ?? 0, steps.at(-1) ?? 0];
     const x = (step) => ((step - first) / (last - first || 1)) * (WIDTH - 2) + 1;
+    // One point a pixel is all that can be seen.
+    const seen = new Map();
+    steps.forEach((step, row) => values[row] === null || seen.set(Math.round(x(step)), values[row]));
+    if (seen.size < 2) return;
+    const losses = [...seen.values()];
+    const [low, high] = [Math.min(...losses), Math.max(...losses)];
     const y = (value) => HEIGHT - 2 - ((value - low) / (high - low || 1)) * (HEIGHT - 4);
-    this.#line.setAttribute("points", seen.map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" "));
-    this.node.setAttribute("aria-label", `loss from ${seen[0][1].toFixed(2)} to ${seen.at(-1)[1].toFixed(2)}`);
+    this.#line.setAttribute("points", [...seen].map(([pixel, value]) => `${pixel},${y(value).toFixed(1)}`).join(" "));
+    this.node.setAttribute("aria-label", `loss from ${losses[0].toFixed(2)} to ${losses.at(-1).toFixed(2)}`);
   }
 }

@@ -13,7 +13,7 @@ const FLAGS = [
   "--disable-component-update", "--disable-sync",
 ];
 const PATIENCE = 60_000;
-const NOTE = `<img src="x" onerror="document.title = 'broken'"> & <b>text</b>`;
+const NOTE = config.images ? "the tiny model of the tests, on two CPU cores" : `<img src="x" onerror="document.title = 'broken'"> & <b>text</b>`;
 
 const browser = await chromium.launch({ executablePath: config.chromium, args: FLAGS });
 const complaints = [];
@@ -99,6 +99,13 @@ async function curveMoves(page) {
   await page.keyboard.press("Home");
   await page.getByText(/^step 1$/).first().waitFor();
   await page.keyboard.press("Escape");
+  await page.emulateMedia({ colorScheme: "dark" });
+  await chartsFit(page);
+  await page.emulateMedia({ colorScheme: "light" });
+  await page.setViewportSize({ width: 390, height: 844 });
+  await chartsFit(page);
+  await page.setViewportSize({ width: 1280, height: 860 });
+  await chartsFit(page);
   say("the curve moves, the crosshair follows the keys, and a note is text");
 }
 
@@ -136,13 +143,12 @@ async function pauseAndResume(page) {
   await state(page, "PAUSED");
   await buttonsAreThoseAllowed(page);
   const held = await points(page);
-  await picture(page, "dashboard-paused");
   await page.locator("[data-verb=resume]").click();
   await state(page, "RUNNING");
   await pointsAbove(page, held + 5);
   await nothingIsMissing(page);
   await buttonsAreThoseAllowed(page);
-  say("paused, and resumed; a step trained again is drawn once");
+  say("paused, resumed, and every step is drawn once");
 }
 
 async function stop(page) {
@@ -167,7 +173,8 @@ async function overview(page) {
   const row = page.locator(`[data-run="${config.run}"]`);
   await row.getByText("STOPPED").waitFor();
   await page.waitForFunction(() => document.querySelector(".sparkline polyline").getAttribute("points"));
-  await page.locator("#trainers").getByText("FREE").waitFor({ timeout: PATIENCE });
+  // For pictures another run waits: it has the trainer now.
+  if (!config.images) await page.locator("#trainers").getByText("FREE").waitFor({ timeout: PATIENCE });
   say("the list knows the run, and its trainer is free again");
 }
 
@@ -204,6 +211,15 @@ async function nothingIsMissing(page) {
   assert.equal(count, lastStep);
 }
 
+/** Each as wide as its place, and nothing is wider than the window. */
+async function chartsFit(page) {
+  await page.waitForFunction(() => {
+    const plots = [...document.querySelectorAll(".plot")];
+    const fits = (plot) => Math.abs(plot.clientWidth - plot.querySelector(".uplot").clientWidth) <= 1;
+    return plots.every(fits) && document.documentElement.scrollWidth <= innerWidth;
+  });
+}
+
 async function state(page, wanted) {
   await page.locator(`.title .badge[data-state=${wanted}]`).waitFor({ timeout: PATIENCE });
 }
@@ -222,17 +238,21 @@ async function picture(page, name) {
 }
 
 async function pictures(page) {
+  ask("more runs");
   await pointsAbove(page, config.picture_points);
-  await picture(page, "dashboard-run-light");
-  await page.emulateMedia({ colorScheme: "dark" });
-  await page.waitForTimeout(300);
-  await picture(page, "dashboard-run-dark");
-  await page.emulateMedia({ colorScheme: "light" });
-  await page.setViewportSize({ width: 390, height: 844 });
-  await page.waitForTimeout(300);
-  await picture(page, "dashboard-phone");
+  for (const [name, colorScheme, width, height] of [
+    ["dashboard-run-light", "light", 1200, 980], ["dashboard-run-dark", "dark", 1200, 980], ["dashboard-phone", "light", 390, 844],
+  ]) {
+    await page.emulateMedia({ colorScheme });
+    await page.setViewportSize({ width, height });
+    await page.evaluate(() => scrollTo(0, 0));
+    await chartsFit(page);
+    await picture(page, name);
+  }
   await page.setViewportSize({ width: 1280, height: 860 });
   await page.goto(`${config.address}/dashboard/#/`);
+  await page.locator("[data-run=two-layers]").getByText("PENDING").waitFor({ timeout: 3 * PATIENCE });
+  await page.locator("[data-run=block-8]").getByText("PAUSED").waitFor();
   await page.waitForFunction((rows) => document.querySelectorAll(".sparkline polyline[points]").length >= rows, config.picture_rows);
   await picture(page, "dashboard-overview");
   await page.goto(`${config.address}/dashboard/#/runs/${config.run}`);
@@ -240,7 +260,7 @@ async function pictures(page) {
 }
 
 function say(text) {
-  console.log(`ok ${text}`);
+  console.log(`ok ${performance.now().toFixed(0)} ms: ${text}`);
 }
 
 function ask(text) {

@@ -70,8 +70,8 @@ test("messages arrive in pieces, between comments", () => {
 
 test("numbers as a person reads them", () => {
   assert.deepEqual([0, 59.6, 200, 7500, 100_000, null].map(duration), ["0 s", "1 min 0 s", "3 min 20 s", "2 h 05 min", "1 d 3 h", "–"]);
-  assert.deepEqual([0, 3.14159, 31.4159, 314.159, 0.0001, null, Number.NaN].map(measure),
-    ["0.000", "3.142", "31.42", "314.2", "1.00e-4", "–", "–"]);
+  assert.deepEqual([0, 3.14159, 31.4159, 314.159, 0.00297, 0.0001, null, Number.NaN].map(measure),
+    ["0.000", "3.142", "31.42", "314.2", "0.00297", "1.00e-4", "–", "–"]);
   assert.deepEqual([0, 0.5, 6e-4, 12345, null].map(compact), ["0", "0.5", "6e-4", "12,345", ""]);
   assert.equal(integer(1234567), "1,234,567");
   assert.equal(percent(0.1234, 1), "12.3 %");

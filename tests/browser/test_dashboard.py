@@ -4,21 +4,23 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from control_api.routes.dashboard import DIRECTORY
+from slipstream.control_client import ControlClient
 from tests.fakes.processes import ADDRESS, ManagedProcess, Processes
 from tests.fakes.tiny_run import RECIPE, write_tiny_run
 
 HERE = Path(__file__).parent
 TOKEN = "s3cret-of-the-test"
 # Longer than any test lasts: the run is stopped, it never ends by itself.
-OVERRIDES = ["train.max_steps=100000", "checkpoint.every_steps=200"]
 IMAGES = os.environ.get("SLIPSTREAM_DASHBOARD_IMAGES")
-"""A directory: the pictures of docs/images are taken anew."""
+"""A directory for new pictures; the documents' are in docs/images."""
+OVERRIDES = [f"train.max_steps={12_000 if IMAGES else 100_000}", "checkpoint.every_steps=200"]
 
 NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium")
@@ -49,7 +51,7 @@ def test_modules(tmp_path: Path) -> None:
 
 @needs_node
 @needs_browser
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480 if IMAGES else 240)
 def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) -> None:
     recipe = write_tiny_run(tmp_path / "tiny")
     text = RECIPE.replace("./target", str(recipe.parent / "target")).replace(
@@ -67,12 +69,13 @@ def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) ->
         return process, process.wait_for_line(rf"listening.*{ADDRESS.pattern}").group(1)
 
     api, address = start_api("127.0.0.1:0")
-    places = ("--runs", tmp_path / "runs", "--state", tmp_path / "agent")
-    agent = processes.start(
-        "drafter_trainer", "worker", "--api", f"http://{address}", "--name", "box", *places, "--device", "cpu",
-        env=environment,
-    )  # fmt: skip
-    agent.wait_for_line("registered")
+
+    def start_agent(name: str) -> None:
+        places = ("--name", name, "--runs", tmp_path / "runs", "--state", tmp_path / name)
+        options = ("--api", f"http://{address}", *places, "--device", "cpu")
+        processes.start("drafter_trainer", "worker", *options, env=environment).wait_for_line("registered")
+
+    start_agent("box")
 
     config = {
         "address": f"http://{address}",
@@ -82,14 +85,38 @@ def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) ->
         "recipe": text,
         "overrides": OVERRIDES,
         "images": IMAGES and str(Path(IMAGES).absolute()),
-        "picture_points": 400,
-        "picture_rows": 1,
+        "picture_points": 500,
+        "picture_rows": 3,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with ManagedProcess([str(NODE), str(HERE / "drive.mjs"), str(tmp_path / "config.json")]) as person:
+        if IMAGES:
+            person.wait_for_line("=> more runs", timeout=120)
+            start_agent("box-2")
+            _make_more_runs(ControlClient(f"http://{address}", TOKEN), text)
         person.wait_for_line("=> kill the API", timeout=120)
         api.kill()
         person.wait_for_line("=> start the API", timeout=60)
         start_api(address)
-        person.wait_for_line("ok all done", timeout=120)
+        person.wait_for_line("ok .* all done", timeout=120)
         assert person.wait_exit() == 0
+
+
+def _make_more_runs(api: ControlClient, recipe: str) -> None:
+    """A list worth a picture: a run that has ended, one that has failed, one that is paused, one that waits."""
+
+    def create(name: str, *overrides: str, note: str = "", until: str = "", text: str = recipe) -> None:
+        body = {"recipe": text, "overrides": [f"name={name}", *overrides], "note": note}
+        api.post("/v1/runs", body)
+        deadline = time.monotonic() + 120
+        while until and api.get(f"/v1/runs/{name}")["state"] != until:
+            assert time.monotonic() < deadline, api.get(f"/v1/runs/{name}")
+            time.sleep(0.2)
+
+    create("first-light", "train.max_steps=400", note="the smallest drafter that learns", until="SUCCEEDED")
+    create("typo", note="a file that is not there", until="FAILED", text=recipe.replace(".jsonl", ".json"))
+    create("block-8", "train.max_steps=2000", "drafter.block_size=8", note="twice the block", until="RUNNING")
+    while api.get("/v1/runs/block-8")["progress"]["step"] < 300:
+        time.sleep(0.5)
+    api.post("/v1/runs/block-8:pause")
+    create("two-layers", "train.max_steps=2000", "drafter.num_layers=2", note="as soon as a trainer is free")

@@ -126,10 +126,10 @@ class Overview {
   }
 
   #row(run) {
-    const row = new RunRow(run);
-    this.#waiting.push(row);
-    this.#wake?.();
-    return row;
+    return new RunRow(run, (row) => {
+      if (!this.#waiting.includes(row)) this.#waiting.push(row);
+      this.#wake?.();
+    });
   }
 
   #wake = null;
@@ -160,6 +160,9 @@ class RunRow {
   #series = new MetricSeries();
   #sparkline = new Sparkline();
   #isLoaded = false;
+  #wantsCurve;
+  #loadNext = 0;
+  #lastState = "";
   #state = badge("PENDING");
   #note = h("span", { class: "detail" });
   #bar = h("progress", { max: "1" });
@@ -167,8 +170,10 @@ class RunRow {
   #cells = { loss: h("td", { class: "number" }), accepted: h("td", { class: "number" }),
     pace: h("td", { class: "number pace" }), eta: h("td", { class: "number" }) };
 
-  constructor(run) {
+  /** `wantsCurve(row)`: its losses should be read, again if they were. */
+  constructor(run, wantsCurve) {
     this.#name = run.name;
+    this.#wantsCurve = wantsCurve;
     this.steps = run.progress.step;
     const { loss, accepted, pace, eta } = this.#cells;
     const labels = { loss: "Loss", accepted: "Accepted length", pace: "Tokens/s", eta: "ETA" };
@@ -192,6 +197,13 @@ class RunRow {
   }
 
   update(run) {
+    this.steps = run.progress.step;
+    // Between two looks many steps pass: read them once they are a visible part of the curve, or the last ones.
+    if (this.steps >= this.#loadNext || run.state !== this.#lastState) {
+      this.#loadNext = this.steps * 1.25 + 20;
+      this.#lastState = run.state;
+      this.#wantsCurve(this);
+    }
     setBadge(this.#state, run.state);
     const remark = run.reason ? `${run.reason}: ${run.message}` : run.conditions[0]?.message || run.note;
     setText(this.#note, remark.split("\n")[0]);

@@ -12,9 +12,9 @@ import { Checkpoints, Definition, Logs, Timeline } from "./run_records.js";
 const EVERY = 2000;
 const SOON = 150;
 const VERBS = {
-  resume: { label: "Resume", icon: "M5 3l9 5.500-9 5.500z", desired: "RUNNING" },
+  resume: { label: "Resume", icon: "M5 3l9 5.5-9 5.5z", desired: "RUNNING" },
   pause: { label: "Pause", icon: "M4 3h3v11H4zM9 3h3v11H9z", desired: "PAUSED" },
-  stop: { label: "Stop", icon: "M3.500 3.500h9.500v9.500h-9.500z", desired: "STOPPED" },
+  stop: { label: "Stop", icon: "M3.5 3.5h9.5v9.5h-9.5z", desired: "STOPPED" },
 };
 
 export function showRun(main, { name, signal }) {

@@ -26,7 +26,7 @@ export class Timeline {
 
   #draw() {
     this.#frame = 0;
-    const newest = [...this.#events.values()].sort((one, other) => other.id - one.id);
+    const newest = folded([...this.#events.values()].sort((one, other) => other.id - one.id));
     fill(this.#list, newest.slice(0, this.#limit).map(eventRow));
     this.#more.hidden = newest.length <= this.#limit;
     this.#more.textContent = `Show ${plural(newest.length - this.#limit, "earlier event")}`;
@@ -42,7 +42,9 @@ const WORDS = {
   STATE_CHANGED: ({ data }) => [badge(data.state), h("span", { class: "detail" }, `by ${words(data.cause)}`)],
   TRAINER_ASSIGNED: ({ data }) => [`Trainer ${data.trainer} took the run`, detail(`attempt ${data.attempt}`)],
   TRAINER_ENDED: ({ data }) => [`Trainer ${data.trainer} left the run`, detail(words(data.reason))],
-  CHECKPOINT_SAVED: ({ data }) => [`Checkpoint at step ${integer(data.step)}`, detail(data.path)],
+  CHECKPOINT_SAVED: ({ data, earlier }) => [
+    `Checkpoint at step ${integer(data.step)}`, earlier ? detail(`and ${plural(earlier, "earlier one")}`) : null,
+  ],
   CONDITION_CHANGED: ({ data }) => [`${sentence(data.condition)}${data.holds ? "" : ": over"}`],
   CHILD_DIED: () => ["Training process died"],
 };
@@ -50,6 +52,17 @@ const WORDS = {
 const words = (code) => String(code ?? "").toLowerCase().replaceAll("_", " ");
 const sentence = (code) => words(code).replace(/^./, (first) => first.toUpperCase());
 const detail = (text) => h("span", { class: "detail" }, text);
+
+/** Checkpoints with nothing between them are one line: a long run has hundreds. `newest` is ordered. */
+function folded(newest) {
+  const rows = [];
+  for (const event of newest) {
+    const above = rows.at(-1);
+    if (event.type === "CHECKPOINT_SAVED" && above?.type === event.type) above.earlier += 1;
+    else rows.push({ ...event, earlier: 0 });
+  }
+  return rows;
+}
 
 function eventRow(event) {
   const what = WORDS[event.type]?.(event) ?? [sentence(event.type)];
@@ -66,10 +79,10 @@ export class Checkpoints {
   show(list) {
     const newest = [...list].sort((one, other) => other.step - one.step);
     fill(this.node, newest.length
-      ? h("ul", { class: "rows" }, newest.map((one) => h("li", { class: "row" },
+      ? h("ul", { class: "rows" }, newest.map((one, place) => h("li", { class: "row", title: one.path },
         h("span", { class: "name" }, `step ${integer(one.step)}`),
         h("span", { class: "detail end" }, moment(one.saved_at)),
-        h("code", { class: "path" }, one.path))))
+        place === 0 ? h("code", { class: "path" }, one.path) : null)))
       : h("p", { class: "detail" }, "None yet."));
   }
 }

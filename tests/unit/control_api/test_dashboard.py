@@ -144,3 +144,23 @@ def test_vendored_files_are_as_they_were_published() -> None:
     for expected, name in sums:
         assert hashlib.sha256((DIRECTORY / "vendor" / name).read_bytes()).hexdigest() == expected
     assert "MIT License" in _text("vendor/uplot/LICENSE")
+
+
+def _luminance(color: str) -> float:
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.03928 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read(theme: int) -> None:
+    """Contrast of at least 4.5 : 1, as WCAG AA asks of text."""
+    block = re.findall(r":root \{(.*?)\}", _text("theme.css"), flags=re.DOTALL)[theme]
+    colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
+    pairs = [(text, ground) for text in ("text", "text-quiet") for ground in ("ground", "surface", "sunken")]
+    pairs += [(name, f"{name}-ground") for name in ("run", "wait", "rest", "bad", "done")]
+    pairs += [("accent", "surface"), ("accent", "ground"), ("on-accent", "accent"), ("on-accent", "accent-strong")]
+    pairs += [("bad", "surface")]
+    for text, ground in pairs:
+        dark, light = sorted((_luminance(colors[text]), _luminance(colors[ground])))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
