@@ -51,20 +51,27 @@ class StopRequest:
         self._signals.put(number)
 
     def _watch(self) -> None:
-        number = self._signals.get()
-        log_event(
-            _log,
-            "info",
-            "stop_requested",
-            by=signal.Signals(number).name if number != _AGENT_GONE else "the end of the agent",
-            then="the current step is finished and saved; a second signal leaves at once",
-        )
+        asked_by = self._signals.get()
+        _say(asked_by)
         self.event.set()
         for listener in self._listeners:
             listener()
-        if number == _AGENT_GONE:
+        if asked_by == _AGENT_GONE:
             # An agent that was started again may ask for the same.
-            self._signals.get()
+            _say(self._next_signal())
+        os._exit(128 + self._next_signal())
+
+    def _next_signal(self) -> int:
         while (number := self._signals.get()) == _AGENT_GONE:
             pass
-        os._exit(128 + number)
+        return number
+
+
+def _say(asked_by: int) -> None:
+    log_event(
+        _log,
+        "info",
+        "stop_requested",
+        by=signal.Signals(asked_by).name if asked_by != _AGENT_GONE else "the end of the agent",
+        then="the current step is finished and saved; a second signal leaves at once",
+    )

@@ -70,13 +70,17 @@ class Child:
         self.hear()
         if status is not None:
             _kill_group(self.pid)
-            self._line.close()
+            self.close()
         return status
 
     def ask_to_leave(self, now: float) -> None:
         """SIGTERM: it saves and leaves."""
         self._process.terminate()
         self.leave_by = now + LEAVE_SECONDS
+
+    def close(self) -> None:
+        """Hang up: what the process notices when its agent has died."""
+        self._line.close()
 
     def kill(self) -> None:
         """SIGKILL, for it and everything it has started."""

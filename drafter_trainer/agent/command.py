@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     device = find_device(arguments.device)
     runs = arguments.runs.absolute()
     state = open_state((arguments.state or Path(".slipstream-trainer") / name).absolute())
-    environment = device.environment() | ({"SLIPSTREAM_TOKEN": token} if token else {})
+    environment = device.environment()
+    if arguments.token_file is not None:
+        # A file's name, not the secret: the environment of a process shows in listings.
+        environment |= {"SLIPSTREAM_TOKEN": "", "SLIPSTREAM_TOKEN_FILE": str(arguments.token_file.absolute())}
     place = Workplace(runs, ChildSlot(state.directory, environment), device, arguments.threads)
     identity = Identity(name, state.instance_id, storage_id(runs))
     with state.lock, ControlClient(arguments.api or os.environ.get("SLIPSTREAM_API") or DEFAULT_ADDRESS, token) as api:

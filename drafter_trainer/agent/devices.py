@@ -49,10 +49,11 @@ def find_device(choice: str) -> TrainerDevice:
         raise SlipstreamError(
             f"--device is {choice!r}.", reason=Reason.SPEC_INVALID, remedy="Give auto, cpu, cuda or cuda:N."
         )
-    return TrainerDevice("cpu") if kind == "cpu" else _choose(kind, int(number or 0), probe_torch())
+    return TrainerDevice("cpu") if kind == "cpu" else choose_device(kind, int(number or 0), probe_torch())
 
 
-def _choose(kind: str, index: int, facts: TorchFacts) -> TrainerDevice:
+def choose_device(kind: str, index: int, facts: TorchFacts) -> TrainerDevice:
+    """Of what torch sees; raises as `find_device`."""
     if index < len(facts.gpus):
         gpu = facts.gpus[index]
         return TrainerDevice("cuda", index, gpu.name, gpu.memory_bytes)

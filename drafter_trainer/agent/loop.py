@@ -12,6 +12,7 @@ from typing import Any
 import slipstream
 from drafter_trainer.agent.assignment import Assignment
 from drafter_trainer.agent.child import Child
+from drafter_trainer.agent.devices import TrainerDevice
 from drafter_trainer.agent.signals import Signals
 from drafter_trainer.agent.work import Work, Workplace
 from slipstream.control_client import ControlApiRefusalError, ControlApiUnreachableError, ControlClient, segment
@@ -43,6 +44,22 @@ class Identity:
     instance_id: str
     storage: str
 
+    def registration(self, device: TrainerDevice) -> dict[str, Any]:
+        """Body of a registration."""
+        return {
+            "name": self.name,
+            "instance_id": self.instance_id,
+            "protocol_version": PROTOCOL_VERSION,
+            "host": socket.gethostname()[:255] or "unknown",
+            "storage": self.storage,
+            "devices": [device.as_json()],
+            "versions": {
+                "slipstream": slipstream.__version__,
+                "torch": package_version("torch") or "none",
+                "python": platform.python_version(),
+            },
+        }
+
 
 class Agent:
     """One trainer. Single-threaded; `run` returns when it was told to leave."""
@@ -71,9 +88,10 @@ class Agent:
                 while not signals.leave and self._refusal is None:
                     self._turn(signals, leaving=False)
                 self._leave(signals)
-        finally:
+        except SystemExit:
             if self._child is not None:
                 self._child.kill()
+            raise
         if self._refusal is not None:
             raise self._refusal
 
@@ -89,7 +107,7 @@ class Agent:
         while self._child is not None:
             self._turn(signals, leaving=True)
         until = time.monotonic() + _FAREWELL_SECONDS
-        while not self._is_dismissed and self._refusal is None and time.monotonic() < until:
+        while self._is_registered and not self._is_dismissed and self._refusal is None and time.monotonic() < until:
             self._turn(signals, leaving=True)
         log_event(_log, "info", "left", name=self._identity.name, told_the_api=self._is_dismissed)
 
@@ -128,20 +146,7 @@ class Agent:
 
     def _register(self) -> None:
         device = self._place.device
-        body = {
-            "name": self._identity.name,
-            "instance_id": self._identity.instance_id,
-            "protocol_version": PROTOCOL_VERSION,
-            "host": socket.gethostname()[:255] or "unknown",
-            "storage": self._identity.storage,
-            "devices": [device.as_json()],
-            "versions": {
-                "slipstream": slipstream.__version__,
-                "torch": package_version("torch") or "none",
-                "python": platform.python_version(),
-            },
-        }
-        self._client.post_once("/v1/trainers", body)
+        self._client.post_once("/v1/trainers", self._identity.registration(device))
         self._is_registered = True
         log_event(
             _log, "info", "registered", name=self._identity.name, api=self._client.address,

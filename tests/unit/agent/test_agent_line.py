@@ -1,0 +1,90 @@
+"""The line between agent and training process, at its other end: hang-ups, signals, descriptors that are none."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from drafter_trainer.agent_line import AgentLine
+from drafter_trainer.cli import main
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.reasons import Reason
+from tests.fakes.control_plane import SPEC
+from tests.fakes.processes import ManagedProcess
+
+
+def test_news_and_the_hang_up() -> None:
+    agent, child = socket.socketpair()
+    line = AgentLine(child.detach())
+    gone = threading.Event()
+    line.on_hang_up(gone.set)
+    line.waits_for_target(Reason.TARGET_LOADING)
+    line.joined(3, 9)
+    line.ended("finished", 9)
+    with agent.makefile("r") as news:
+        told = [json.loads(news.readline()) for _ in range(3)]
+    assert told == [
+        {"waits_for_target": "TARGET_LOADING"},
+        {"next_step": 3, "total_steps": 9},
+        {"end": "finished", "next_step": 9},
+    ]
+    assert not gone.is_set()
+    agent.close()
+    assert gone.wait(30.0)
+    line.joined(4, 9)  # to nobody
+
+
+def test_a_process_without_an_agent_tells_nobody() -> None:
+    line = AgentLine(None)
+    line.on_hang_up(lambda: pytest.fail("nobody hung up"))
+    line.ended("finished", 1)
+
+
+def test_a_descriptor_that_is_no_socket(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        arguments = ["run", "recipe.toml", "--agent-fd", str(os.dup(file.fileno()))]
+        child = subprocess.run(
+            [sys.executable, "-m", "drafter_trainer", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            pass_fds=[int(arguments[-1])],
+        )
+        os.close(int(arguments[-1]))
+    assert child.returncode == 2
+    assert "is no socket" in child.stderr and "Traceback" not in child.stderr
+
+
+def test_an_agent_that_has_gone_asks_once_and_a_new_one_may_ask_again() -> None:
+    program = (
+        "import threading; from drafter_trainer.stop_request import StopRequest\n"
+        "from slipstream.telemetry.logs import configure_logging; configure_logging('child')\n"
+        "with StopRequest() as stop:\n"
+        "    stop.agent_gone(); stop.agent_gone(); threading.Event().wait()\n"
+    )
+    with ManagedProcess([sys.executable, "-c", program]) as process:
+        process.wait_for_line('stop_requested by="the end of the agent"')
+        process.terminate()
+        process.wait_for_line("stop_requested by=SIGTERM")
+        process.terminate()
+        assert process.wait_exit() == 128 + signal.SIGTERM
+
+
+def test_a_definition_in_json_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "definition.json"
+    path.write_text(json.dumps(SPEC))
+    loaded = load_recipe(path, ["train.max_steps=7"])
+    assert (loaded.spec.name, loaded.spec.train.max_steps) == ("demo", 7)
+    assert loaded.spec.data.files == ("/data/a.jsonl",), "paths are left as they are"
+    assert main(["run", str(path), "--dry-run"]) == 0
+    assert "definition.json" in capsys.readouterr().out
+    for text in ("{", "[1]", '{"name": "demo"}'):
+        path.write_text(text)
+        assert main(["run", str(path), "--dry-run"]) == 2
+        assert "remedy:" in capsys.readouterr().err
