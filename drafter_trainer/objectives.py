@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.run_spec.spec import CROSS_ENTROPY, ObjectiveName
+from slipstream.run_spec.spec import CROSS_ENTROPY, LK_HYBRID, ObjectiveName
 
 _LOG_2 = math.log(2.0)
 
@@ -45,6 +45,10 @@ class Cost(NamedTuple):
     value: Tensor
     by_logits: Tensor
 
+    def times(self, weight: float) -> "Cost":
+        """Scaled; the gradient in place."""
+        return Cost(weight * self.value, self.by_logits.mul_(weight))
+
 
 class SlotInput(NamedTuple):
     """What is predicted where: `hidden` [R, D] of the drafter, `labels` int64 [R], and the target's own hidden states
@@ -71,22 +75,28 @@ def slot_statistics(
         assert objective.keys() == {CROSS_ENTROPY}, objective
         return _cross_entropy_statistics(slots.hidden, slots.labels, head, soft_cap)
     logits, slope = _capped((slots.hidden @ head.t()).float(), soft_cap)
-    guess = logits.argmax(dim=-1)
+    correct = logits.argmax(dim=-1) == slots.labels
     drafter = _distribution(logits)
+    del logits
     target = _distribution(_capped((slots.target @ head.t()).float(), soft_cap)[0])
-    own_cross_entropy = cross_entropy(drafter, slots.labels)
-    value = torch.zeros_like(own_cross_entropy.value)
-    by_logits = torch.zeros_like(drafter.log)
-    for name, weight in objective.items():
-        if name == CROSS_ENTROPY:
-            cost = own_cross_entropy
-        else:
-            cost = lk_hybrid(target, drafter, lk_eta) if name == "lk_hybrid" else DIVERGENCES[name](target, drafter)
-        value = value + weight * cost.value
-        by_logits.add_(cost.by_logits, alpha=weight)
+    costs = (_cost(name, target, drafter, slots.labels, lk_eta).times(weight) for name, weight in objective.items())
+    cost = next(costs)
+    for another in costs:
+        cost = Cost(cost.value + another.value, cost.by_logits.add_(another.by_logits))
     return SlotStatistics(
-        value, own_cross_entropy.value, guess == slots.labels, _gradient(by_logits, slope, head, slots.hidden.dtype)
+        cost.value,
+        _label_cross_entropy(drafter, slots.labels),
+        correct,
+        _gradient(cost.by_logits, slope, head, slots.hidden.dtype),
     )
+
+
+def _cost(name: ObjectiveName, target: Distribution, drafter: Distribution, labels: Tensor, lk_eta: float) -> Cost:
+    if name == CROSS_ENTROPY:
+        return cross_entropy(drafter, labels)
+    if name == LK_HYBRID:
+        return lk_hybrid(target, drafter, lk_eta)
+    return DIVERGENCES[name](target, drafter)
 
 
 def cross_entropy(drafter: Distribution, labels: Tensor) -> Cost:
@@ -94,7 +104,11 @@ def cross_entropy(drafter: Distribution, labels: Tensor) -> Cost:
     others = put(drafter.probability.clone(), labels, torch.zeros_like(labels[:, None], dtype=torch.float32))
     # The label's q - 1 is minus what the others have: where q is nearly 1, the difference would lose its digits.
     by_logits = put(others, labels, -others.sum(dim=-1, keepdim=True))
-    return Cost(-drafter.log.gather(1, labels[:, None])[:, 0], by_logits)
+    return Cost(_label_cross_entropy(drafter, labels), by_logits)
+
+
+def _label_cross_entropy(drafter: Distribution, labels: Tensor) -> Tensor:
+    return -drafter.log.gather(1, labels[:, None])[:, 0]
 
 
 def kl(target: Distribution, drafter: Distribution) -> Cost:
@@ -114,20 +128,25 @@ def reverse_kl(target: Distribution, drafter: Distribution) -> Cost:
     ratio = drafter.log - target.log
     value = (drafter.probability * ratio).sum(dim=-1)
     # Σ q is 1 up to rounding only, and ratios can be 1e4: what the mean leaves over is taken off as well.
-    centred = ratio - value[:, None]
+    centred = ratio.sub_(value[:, None])
     rest = (drafter.probability * centred).sum(dim=-1, keepdim=True)
-    return Cost(value, drafter.probability * (centred - rest))
+    return Cost(value, centred.sub_(rest).mul_(drafter.probability))
 
 
 def js(target: Distribution, drafter: Distribution) -> Cost:
     """½ KL(p‖m) + ½ KL(q‖m), m = ½ (p + q) (Lin 1991); f' = ½ log(q/m). Never above log 2."""
-    # log(q/m) = log 2 - log(1 + p/q), from the difference of logs: m itself may be too small for a float.
+    # From the difference of logs: m itself may be too small for a float.
     ratio = target.log - drafter.log
-    of_target = _LOG_2 - functional.softplus(-ratio)
-    of_drafter = _LOG_2 - functional.softplus(ratio)
+    target_to_middle = (target.probability * _log_to_middle(-ratio)).sum(dim=-1)
+    of_drafter = _log_to_middle(ratio)
     drafter_to_middle = (drafter.probability * of_drafter).sum(dim=-1)
-    value = 0.5 * ((target.probability * of_target).sum(dim=-1) + drafter_to_middle)
-    return Cost(value, 0.5 * drafter.probability * (of_drafter - drafter_to_middle[:, None]))
+    by_logits = of_drafter.sub_(drafter_to_middle[:, None]).mul_(drafter.probability).mul_(0.5)
+    return Cost(0.5 * (target_to_middle + drafter_to_middle), by_logits)
+
+
+def _log_to_middle(ratio: Tensor) -> Tensor:
+    """log 2 - log(1 + exp(ratio)): with ratio = log(p/q), log(q/m)."""
+    return functional.softplus(ratio).neg_().add_(_LOG_2)
 
 
 def tv(target: Distribution, drafter: Distribution) -> Cost:
@@ -137,7 +156,7 @@ def tv(target: Distribution, drafter: Distribution) -> Cost:
     with the overlap, which is small when a run begins: mix it, or use lk_hybrid.
     """
     too_low = drafter.probability * (drafter.probability < target.probability)
-    by_logits = drafter.probability * too_low.sum(dim=-1, keepdim=True) - too_low
+    by_logits = (drafter.probability * too_low.sum(dim=-1, keepdim=True)).sub_(too_low)
     return Cost(0.5 * (drafter.probability - target.probability).abs().sum(dim=-1), by_logits)
 
 
@@ -149,8 +168,8 @@ def lk_hybrid(target: Distribution, drafter: Distribution, eta: float) -> Cost:
     divergence, distance = kl(target, drafter), tv(target, drafter)
     share = torch.exp(-eta * torch.minimum(target.probability, drafter.probability).sum(dim=-1))
     value = share * divergence.value + (1.0 - share) * distance.value
-    by_logits = share[:, None] * divergence.by_logits + (1.0 - share)[:, None] * distance.by_logits
-    return Cost(value, by_logits)
+    by_logits = divergence.by_logits.mul_(share[:, None])
+    return Cost(value, by_logits.add_(distance.by_logits.mul_(1.0 - share[:, None])))
 
 
 DIVERGENCES: Mapping[ObjectiveName, Callable[[Distribution, Distribution], Cost]] = {

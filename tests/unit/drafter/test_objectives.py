@@ -259,7 +259,7 @@ def test_the_default_chunk_leaves_room_for_two_distributions() -> None:
         config = resolve_loss_config(spec, block_size=8, vocab_size=1000, logit_soft_cap=None, device=CPU)
         return config.blocks_per_chunk
 
-    assert blocks("kl") * 7 * 1000 * 32 <= 64 << 20 < (blocks("kl") + 1) * 7 * 1000 * 32
+    assert blocks("kl") * 7 * 1000 * 48 <= 64 << 20 < (blocks("kl") + 1) * 7 * 1000 * 48
     assert blocks("cross_entropy") * 7 * 1000 * 8 <= 64 << 20
 
 
