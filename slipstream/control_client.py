@@ -159,7 +159,7 @@ class ControlClient:
                     if message.kind == "deleted":
                         return
             except (ControlApiUnreachableError, ControlApiRefusalError) as lost:
-                if not _is_temporary(lost) or time.monotonic() > gives_up_at:
+                if not is_temporary(lost) or time.monotonic() > gives_up_at:
                     raise
                 failures += 1
                 if failures == 1 and on_loss is not None:
@@ -187,7 +187,7 @@ class ControlClient:
             try:
                 return self._send(method, path, **more)
             except (ControlApiUnreachableError, ControlApiRefusalError) as error:
-                if not _is_temporary(error):
+                if not is_temporary(error):
                     raise
             _wait_before(attempt)
         return self._send(method, path, **more)
@@ -239,7 +239,7 @@ def segment(name: str) -> str:
     return quote(name, safe="", errors="surrogateescape")
 
 
-def _is_temporary(error: SlipstreamError) -> bool:
+def is_temporary(error: SlipstreamError) -> bool:
     """Whether the same request may be accepted soon."""
     return isinstance(error, ControlApiUnreachableError) or error.reason in _TEMPORARY
 

@@ -7,6 +7,8 @@ from typing import Any
 from slipstream.cli.display import ABSENT, duration, measure, percent
 
 Json = Mapping[str, Any]
+_TOLD = ("step", "trainer", "reason")
+"""What is told of an event that has no message."""
 
 
 def accepted_length(record: Json) -> str:
@@ -61,7 +63,8 @@ def event_words(event: Json) -> str:
     elif event["type"] == "CONDITION_CHANGED":
         words = data["condition"] if data["holds"] else f"{data['condition']} is over"
     else:
-        words = event["type"]
+        told = " ".join(f"{key}={data[key]}" for key in _TOLD if data.get(key) is not None and not message)
+        words = f"{event['type']} {told}".rstrip()
     source = "" if event["source"] == "control-api" else f"{event['source']}: "
     return f"{source}{words}: {message}" if message else f"{source}{words}"
 

@@ -11,7 +11,8 @@ from slipstream.cli.display import print_json, print_line
 from slipstream.cli.exit_status import RUN_FAILED, RUN_STOPPED, WAITED_IN_VAIN
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.detach import detachable
-from slipstream.control_client import ControlApiUnreachableError, ControlClient, segment
+from slipstream.control_client import ControlClient, is_temporary, segment
+from slipstream.errors import SlipstreamError
 
 _LOOK_SECONDS = 0.5
 _GOALS = {
@@ -77,7 +78,7 @@ def _wait(
         time.sleep(_LOOK_SECONDS)
         try:
             run = client.get(f"/v1/runs/{segment(run['name'])}")
-        except ControlApiUnreachableError:
-            if time.monotonic() > gives_up_at:
+        except SlipstreamError as error:
+            if not is_temporary(error) or time.monotonic() > gives_up_at:
                 raise
     return run, 0

@@ -13,7 +13,7 @@ from slipstream.cli.runs import figures
 from slipstream.cli.runs.detach import detachable
 from slipstream.cli.runs.lines import say_lost
 from slipstream.cli.runs.watch_screens import JsonLines, LiveLine, PlainLines, Screen
-from slipstream.control_client import ControlApiUnreachableError, ControlClient, segment
+from slipstream.control_client import ControlClient, is_temporary, segment
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -86,13 +86,13 @@ def _changes(client: ControlClient, run: Run, screen: Screen) -> Iterator[Run]:
 
 
 def _ask(client: ControlClient, run: Run) -> Run:
-    """The run as it is now. The API may be away just now, as it may be for the feed."""
+    """The run as it is now. The API may be away meanwhile, as it may be for the feed."""
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return client.get(f"/v1/runs/{segment(run['name'])}")
-        except ControlApiUnreachableError:
-            if time.monotonic() > gives_up_at:
+        except SlipstreamError as error:
+            if not is_temporary(error) or time.monotonic() > gives_up_at:
                 raise
 
 

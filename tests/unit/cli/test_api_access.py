@@ -9,6 +9,7 @@ import pytest
 from control_api.app import create_app
 from control_api.settings import Settings
 from control_api.store.database import Database
+from slipstream import control_client
 from slipstream.cli.api_access import ApiAccess, find_api, say_next
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import Home, SupervisorState
@@ -69,7 +70,8 @@ def test_a_damaged_stack_is_said(stack: Path) -> None:
         find_api(arguments())
 
 
-def test_nobody_answers(slipstream: Command) -> None:
+def test_nobody_answers(slipstream: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_client, "_wait_before", lambda _attempt: None)
     for command in (("run", "ls"), ("run", "watch", "demo"), ("trainer", "ls"), ("target", "ls")):
         answer = slipstream(*command, "--api", "127.0.0.1:1")
         assert (answer.status, answer.out) == (15, "")

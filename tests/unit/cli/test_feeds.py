@@ -2,7 +2,10 @@
 
 import json
 import os
+import pty
+import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,6 +121,46 @@ def test_ctrl_c_leaves_the_run_alone(desk: Desk, start: Start) -> None:
     assert desk.state() == "RUNNING"
 
 
+def test_watch_on_a_terminal(desk: Desk) -> None:
+    assignment = desk.running()
+    ours, terminal = pty.openpty()
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm", "COLUMNS": "100"}
+    shown = Screen(ours)
+    with subprocess.Popen(
+        [sys.executable, "-m", "slipstream.cli", "run", "watch", "demo"],
+        stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | environment,
+    ) as watch:  # fmt: skip
+        os.close(terminal)
+        shown.wait_for("step 0/100")
+        train(desk, assignment, 0, 42)
+        shown.wait_for("step 42/100 (42.0%)")
+        desk.verb("pause")
+        shown.wait_for("PAUSING (pause)")
+        shown.wait_for("PAUSING\x1b[0m")
+        watch.send_signal(signal.SIGINT)
+        shown.wait_for("next: slipstream run stop demo")
+        assert watch.wait(30) == 130
+    os.close(ours)
+    assert "\x1b[?25l" in shown.text, "one line, written anew: the cursor is hidden"
+    assert shown.text.rindex("\x1b[?25h") > shown.text.rindex("\x1b[?25l"), "and comes back"
+    assert "detached: run demo goes on (PAUSING, step 42/100)" in shown.text
+
+
+class Screen:
+    """What a terminal was sent."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.text = ""
+
+    def wait_for(self, words: str) -> None:
+        """Read until they have come."""
+        while words not in self.text:
+            readable, _, _ = select.select([self._descriptor], [], [], 40)
+            assert readable, f"nothing more came after {self.text!r}"
+            self.text += os.read(self._descriptor, 4096).decode(errors="replace")
+
+
 def test_watch_ends_with_the_run_that_is_deleted(desk: Desk, start: Start) -> None:
     desk.target()
     desk.run()
@@ -190,6 +233,7 @@ def test_events(desk: Desk, slipstream: Command) -> None:
     assert answer.status == 0
     said = [line.split("  ", 1)[1] for line in answer.out.splitlines()]
     assert said[0] == "PENDING (create)"
+    assert "TRAINER_ASSIGNED trainer=t1" in said
     assert "RUNNING (FIRST_STEP)" in said
     assert "t1: CHILD_DIED: It was killed." in said
     assert answer.err == "next: slipstream run events demo -f\n"
