@@ -12,7 +12,7 @@ _STATEMENTS: Mapping[int, tuple[str, ...]] = {
     4: (
         "ALTER TABLE runs ADD COLUMN stream_stats JSON",
         "INSERT INTO subscriptions (target_id, run_id, name) "
-        "SELECT target_id, id, 'subscriptions/runs/' || directory FROM runs",
+        "SELECT target_id, id, 'subscriptions/' || directory FROM runs",
     ),
 }
 """What each version changed on tables that were there before; tables that are missing are made first."""

@@ -12,8 +12,11 @@ _AT_ONCE = 100
 
 
 def name_of(run: Run) -> str:
-    """As the trainer opens it. A directory is given to one run for ever, so no later run has this subscription."""
-    return f"subscriptions/runs/{run.directory}"
+    """As the target names that of `runs/{directory}`, which the trainer opens.
+
+    A directory is given to one run for ever, so no later run has this subscription.
+    """
+    return f"subscriptions/{run.directory}"
 
 
 def remember(session: Session, run: Run) -> None:

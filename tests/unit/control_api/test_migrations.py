@@ -57,7 +57,7 @@ def test_from_an_older_version(tmp_path: Path, version: int) -> None:
             [assignment] = trainers.open_assignments(session, run)
             assert (run.steps, assignment.id, assignment.next_log_line) == (3, 5, 0)
             rows = session.execute(text("SELECT target_id, run_id, name FROM subscriptions")).all()
-            assert [tuple(row) for row in rows] == [(1, 7, "subscriptions/runs/demo.2")]
+            assert [tuple(row) for row in rows] == [(1, 7, "subscriptions/demo.2")]
         database.close()
     Database(f"sqlite:///{tmp_path}/new.sqlite").close()
     assert shape(path) == shape(tmp_path / "new.sqlite")

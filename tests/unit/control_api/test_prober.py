@@ -153,7 +153,7 @@ def is_closed(ledger: LedgerDesk, name: str) -> bool:
 
 
 def test_errands_are_done_as_far_as_they_can_be(ledger: LedgerDesk, address: str) -> None:
-    kept, gone = ledger.open("runs/kept"), ledger.open("runs/gone")
+    kept, gone = ledger.open("kept"), ledger.open("gone")
     errands = Errands(close=["subscriptions/never", gone], measure=["subscriptions/never", kept, gone])
     for _ in range(2):
         found = visit(address, errands, token=None, deadline=30.0)
@@ -191,18 +191,18 @@ def end_and_delete(desk: Desk, client: TestClient, work: int) -> None:
 def test_a_deleted_run_is_closed_at_its_target(
     at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk
 ) -> None:
-    name, other = ledger.open("runs/demo"), ledger.open("runs/another")
+    name, other = ledger.open("demo"), ledger.open("another")
     services.prober.probe_all()
     assert not is_closed(ledger, name)
     end_and_delete(desk, client, at_work)
     again = desk.run()["directory"]
     desk.reconcile()
-    anew = ledger.open(f"runs/{again}")
+    anew = ledger.open(again)
     services.prober.probe_all()
     assert is_closed(ledger, name)
     assert not is_closed(ledger, other)
     assert not is_closed(ledger, anew), "a new run of the same name reads under another one"
-    reopened = ledger.open("runs/demo")  # by somebody without a control plane
+    reopened = ledger.open("demo")  # by somebody without a control plane
     services.prober.probe_all()
     assert not is_closed(ledger, reopened), "it is closed once"
 
@@ -210,7 +210,7 @@ def test_a_deleted_run_is_closed_at_its_target(
 def test_a_target_that_is_away_is_told_when_it_is_back(
     at_work: int, desk: Desk, client: TestClient, services: Services, service: Service, ledger: LedgerDesk
 ) -> None:
-    name = ledger.open("runs/demo")
+    name = ledger.open("demo")
     end_and_delete(desk, client, at_work)
     service.refusal = SlipstreamError("not now", reason=Reason.TARGET_LOADING)
     services.prober.probe_all()
@@ -224,7 +224,7 @@ def test_a_target_that_is_away_is_told_when_it_is_back(
 def test_a_deleted_target_is_told_nothing(
     at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk, address: str
 ) -> None:
-    name = ledger.open("runs/demo")
+    name = ledger.open("demo")
     end_and_delete(desk, client, at_work)
     assert client.delete("/v1/targets/local").status_code == 204
     desk.post("/v1/targets", {"name": "local", "address": address}, status=201)
@@ -235,7 +235,7 @@ def test_a_deleted_target_is_told_nothing(
 def test_every_target_that_a_run_was_on_is_told(
     at_work: int, desk: Desk, client: TestClient, services: Services, ledger: LedgerDesk
 ) -> None:
-    name = ledger.open("runs/demo")
+    name = ledger.open("demo")
     desk.verb("stop")
     desk.beat("t1", report(at_work, "STOPPED"))
     desk.target("other")
@@ -258,7 +258,7 @@ def test_a_runs_pace_and_what_decides_it(
     starved = [record(step) | {"data_wait_seconds": 0.4} for step in range(3)]
     desk.beat("t1", report(at_work, "RUNNING", metrics={"first_index": 0, "records": starved}))
     assert seen() == (None, None), "the trainer has not subscribed yet"
-    name, incarnation = ledger.join("runs/demo")
+    name, incarnation = ledger.join("demo")
     ledger.ask(name, incarnation)
     assert seen() == (None, None), "a first look gives no share"
     for _ in range(3):
