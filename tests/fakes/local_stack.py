@@ -1,9 +1,11 @@
 """A local stack under test: `slipstream up` and `slipstream down` as a person types them, and a hand that kills."""
 
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,18 +75,28 @@ class LocalStack:
         assert isinstance(found, SupervisorState)
         return found
 
-    def kill(self, name: str) -> int:
-        """SIGKILL a process, and wait until the supervisor has started another; returns that one's id."""
+    def kill(self, name: str) -> ProcessStatus:
+        """SIGKILL a process; what was known of it."""
         killed = self.process(name)
         assert killed.pid is not None
-        os.kill(killed.pid, signal.SIGKILL)
+        self._kill_all([killed.pid])
+        return killed
+
+    def wait_for_another(self, name: str, killed: ProcessStatus) -> None:
+        """Until the supervisor has started it again, and it does its work."""
         self.wait_for(
             f"{name} is started again",
             lambda: (now := self.process(name)).state == "READY" and now.restarts == killed.restarts + 1,
         )
-        found = self.process(name).pid
-        assert found is not None and found != killed.pid
-        return found
+        assert self.process(name).pid != killed.pid
+
+    @contextmanager
+    def frozen(self, trainer: str) -> Iterator[None]:
+        """The training process of an agent stands still meanwhile."""
+        pid = json.loads((self.home / "trainers" / trainer / "child.json").read_text())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        yield
+        os.kill(pid, signal.SIGCONT)
 
     def kill_supervisor(self) -> None:
         """SIGKILL; the others live on."""
