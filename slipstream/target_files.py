@@ -34,7 +34,7 @@ class TargetFiles:
     @property
     def is_gguf(self) -> bool:
         """Whether the target is one GGUF file."""
-        return self.weights[0].suffix == ".gguf"
+        return bool(self.weights) and self.weights[0].suffix == ".gguf"
 
 
 def model_error(message: str, remedy: str) -> SlipstreamError:
@@ -67,6 +67,23 @@ def locate_target(spec: TargetSpec) -> TargetFiles:
         raise model_error(f"target.model {spec.model!r} does not exist.", "Check the path.")
     snapshot = _hub_snapshot(spec)
     return _files_of_directory(snapshot, spec.model, spec.trust_remote_code, revision=snapshot.name)
+
+
+def locate_tokenizer(spec: TargetSpec) -> TargetFiles:
+    """The same where only the tokenizer is wanted: weights are neither looked for nor downloaded.
+
+    A GGUF file holds its tokenizer, so it is still the one file of `weights`, which is empty otherwise.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID.
+    """
+    path = Path(spec.model).expanduser()
+    if path.is_file() or path.suffix == ".gguf":
+        return locate_target(spec)
+    if not path.is_dir() and (spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1):
+        raise model_error(f"{spec.model!r} does not exist.", "Check the path.")
+    root = path if path.is_dir() else _hub_snapshot(spec, weights=False)
+    return TargetFiles(root, weights=(), descriptions=(), revision=None if path.is_dir() else root.name)
 
 
 def _files_of_directory(root: Path, name: str, with_code: bool, revision: str | None = None) -> TargetFiles:
@@ -119,12 +136,12 @@ def _shard_names(index: Path, name: str) -> list[str]:
         ) from error
 
 
-def _hub_snapshot(spec: TargetSpec) -> Path:
+def _hub_snapshot(spec: TargetSpec, *, weights: bool = True) -> Path:
     """Download what is needed of a hub model, or find it in the local cache."""
     from huggingface_hub import errors, snapshot_download
 
     named = f"{spec.model!r}" + (f" at revision {spec.revision!r}" if spec.revision else "")
-    patterns = ["*.safetensors", *_DESCRIPTION_PATTERNS]
+    patterns = ["*.safetensors", *_DESCRIPTION_PATTERNS] if weights else [*_DESCRIPTION_PATTERNS]
     try:
         return Path(
             snapshot_download(

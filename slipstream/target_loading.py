@@ -16,7 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.gguf_reading import gguf_read_once
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
-from slipstream.target_files import TargetFiles, locate_target, model_error
+from slipstream.target_files import TargetFiles, locate_target, locate_tokenizer, model_error
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,19 @@ def load_causal_lm(spec: TargetSpec, device: str) -> LoadedTarget:
         model = _load_model(spec, files, root, torch.device(device))
     decoder_layers(model)
     return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files)
+
+
+def load_tokenizer(spec: TargetSpec) -> "PreTrainedTokenizerFast":
+    """The target's tokenizer alone; weights are not read, and not needed unless the target is a GGUF file.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, ENVIRONMENT_UNSUPPORTED, as `load_causal_lm` does.
+    """
+    files = locate_tokenizer(spec)
+    if files.is_gguf:
+        _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
+    with _quiet_transformers(), _alone_and_read_once(files) if files.is_gguf else nullcontext(files.root) as root:
+        return _load_tokenizer(spec, files, root)
 
 
 def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":

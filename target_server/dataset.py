@@ -54,7 +54,7 @@ def load_documents(
     *,
     files: Sequence[SourceFile],
     split: Split,
-    index_root: Path | None = None,
+    jobs: int | None = None,
 ) -> Dataset:
     """All documents of `files` that belong to `split`; from the index where there is one, else it is built first.
 
@@ -63,18 +63,18 @@ def load_documents(
         tokenizer: the target's.
         files: what `data.files` name, see `data_files.find_files`.
         split: train or heldout.
-        index_root: where indexes are kept; default: `default_index_root()`.
+        jobs: processes that tokenize where there is no index yet; default: by size and cores.
 
     Raises:
         SlipstreamError: DATA_INVALID for a file that cannot be read or changes meanwhile, or when nothing is usable;
             MODEL_INVALID for a tokenizer without offsets or chat template, or one whose masks do not decode to the
             answers; ENVIRONMENT_UNSUPPORTED without the package that reads a file; DISK_FULL.
     """
-    root = index_root or default_index_root()
+    root = default_index_root()
     stamps = [file_stamp(file.path) for file in files]
     content_hash = _content_hash(files, data, root)
     source = IndexSource(files, content_hash, tokenizer, EncodingSettings.of(data, split))
-    documents, report = _open(root, source, _jobs(sum(stamp.size for stamp in stamps)))
+    documents, report = _open(root, source, jobs or _jobs(sum(stamp.size for stamp in stamps)))
     for file, stamp in zip(files, stamps, strict=True):
         if file_stamp(file.path) != stamp:
             shutil.rmtree(root / source.key, ignore_errors=True)  # it is not what its key says

@@ -12,6 +12,7 @@ PROGRAM = "slipstream"
 
 COMMANDS = {
     "checkpoint": "checkpoints of a run",
+    "data": "what becomes of conversations: tokens, masks, lengths, drops; index them ahead of a run",
     "demo": "train a drafter for a small real model on this machine, in minutes",
     "doctor": "what this machine has, what is missing, and what will run where",
     "down": "stop the local stack: trainers save first",
