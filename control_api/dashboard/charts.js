@@ -44,11 +44,11 @@ export const CHARTS = [
   {
     id: "pace",
     title: "Pace",
-    remark: "data wait: share of time without packs",
+    remark: `means of ${SMOOTH_WIDTH} steps; data wait: share of time without packs`,
     curves: [
       { label: "tokens/s", read: column("tokensPerSecond"), color: "--curve-5", faint: true, axis: "left", show: rate },
-      { label: `mean of ${SMOOTH_WIDTH}`, read: smooth("tokensPerSecond"), color: "--curve-5", axis: "left", show: rate, fromZero: true },
-      { label: `data wait, mean of ${SMOOTH_WIDTH}`, read: smooth("dataWait"), color: "--curve-4", axis: "right", show: percent, share: true },
+      { label: "mean", read: smooth("tokensPerSecond"), color: "--curve-5", axis: "left", show: rate, fromZero: true },
+      { label: "data wait", read: smooth("dataWait"), color: "--curve-4", axis: "right", show: percent, share: true },
     ],
   },
 ];

@@ -70,7 +70,9 @@ async function create(page) {
   const recipes = page.locator("#recipe-choice");
   await page.waitForFunction(() => document.getElementById("recipe-choice").options.length > 1);
   assert.match(await page.locator("#recipe").inputValue(), /\[train\]/);
+  await page.setViewportSize({ width: 1080, height: 1150 });
   await picture(page, "dashboard-new-run");
+  await page.setViewportSize({ width: 1280, height: 860 });
   await recipes.selectOption({ label: "My own" });
   assert.equal(await page.locator("#recipe").inputValue(), "");
   await page.locator("#recipe").fill(config.recipe);
@@ -241,7 +243,7 @@ async function pictures(page) {
   ask("more runs");
   await pointsAbove(page, config.picture_points);
   for (const [name, colorScheme, width, height] of [
-    ["dashboard-run-light", "light", 1200, 980], ["dashboard-run-dark", "dark", 1200, 980], ["dashboard-phone", "light", 390, 844],
+    ["dashboard-run-light", "light", 1200, 970], ["dashboard-run-dark", "dark", 1200, 970], ["dashboard-phone", "light", 390, 844],
   ]) {
     await page.emulateMedia({ colorScheme });
     await page.setViewportSize({ width, height });

@@ -85,7 +85,7 @@ def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) ->
         "recipe": text,
         "overrides": OVERRIDES,
         "images": IMAGES and str(Path(IMAGES).absolute()),
-        "picture_points": 500,
+        "picture_points": 400,
         "picture_rows": 3,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -105,8 +105,8 @@ def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) ->
 def _make_more_runs(api: ControlClient, recipe: str) -> None:
     """A list worth a picture: a run that has ended, one that has failed, one that is paused, one that waits."""
 
-    def create(name: str, *overrides: str, note: str = "", until: str = "", text: str = recipe) -> None:
-        body = {"recipe": text, "overrides": [f"name={name}", *overrides], "note": note}
+    def create(name: str, *overrides: str, note: str = "", until: str = "") -> None:
+        body = {"recipe": recipe, "overrides": [f"name={name}", *overrides], "note": note}
         api.post("/v1/runs", body)
         deadline = time.monotonic() + 120
         while until and api.get(f"/v1/runs/{name}")["state"] != until:
@@ -114,7 +114,7 @@ def _make_more_runs(api: ControlClient, recipe: str) -> None:
             time.sleep(0.2)
 
     create("first-light", "train.max_steps=400", note="the smallest drafter that learns", until="SUCCEEDED")
-    create("typo", note="a file that is not there", until="FAILED", text=recipe.replace(".jsonl", ".json"))
+    create("too-deep", "drafter.target_layer_ids=[1,40]", until="FAILED")
     create("block-8", "train.max_steps=2000", "drafter.block_size=8", note="twice the block", until="RUNNING")
     while api.get("/v1/runs/block-8")["progress"]["step"] < 300:
         time.sleep(0.5)

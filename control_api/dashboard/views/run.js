@@ -25,11 +25,13 @@ class RunView {
   #main;
   #name;
   #signal;
+  #end = new AbortController();
   #run = null;
   #series = new MetricSeries();
   #charts = null;
   #refreshing = null;
   #isStale = false;
+  #isRefreshPending = false;
   #checkpointStep = null;
   #state = badge("PENDING");
   #note = h("p", { class: "remark" });
@@ -56,31 +58,29 @@ class RunView {
   constructor(main, name, signal) {
     this.#main = main;
     this.#name = name;
-    this.#signal = signal;
-    this.#logs = new Logs(name, signal);
+    this.#signal = AbortSignal.any([signal, this.#end.signal]);
+    this.#logs = new Logs(name, this.#signal);
   }
 
   async start() {
     fill(this.#main, h("p", { class: "remark" }, "Loading …"));
     await this.#untilAnswered(async () => (this.#run = await get(runPath(this.#name), this.#signal)));
     if (!this.#run || this.#signal.aborted) return;
+    const start = this.#run.event_cursor;
     this.#lay();
     this.#show(this.#run);
     poll(() => this.#refresh(), EVERY, this.#signal, (error) => this.#fail(error));
     await this.#untilAnswered(() => this.#loadHistory());
     if (this.#signal.aborted) return;
     // What came while the history was read is sent again, and changes nothing.
-    await follow(runPath(this.#name, "/events:stream"), this.#run0.event_cursor, {
+    await follow(runPath(this.#name, "/events:stream"), start, {
       receive: (kind, data) => this.#receive(kind, data),
       gone: () => this.#gone(),
       signal: this.#signal,
     });
   }
 
-  #run0 = null;
-
   #lay() {
-    this.#run0 = this.#run;
     fill(this.#main,
       h("p", { class: "crumb" }, h("a", { href: "#/" }, "Runs"), " /"),
       h("div", { class: "title" }, h("h1", {}, this.#name), this.#state, this.#verbs.node),
@@ -127,7 +127,7 @@ class RunView {
 
   #receive(kind, data) {
     this.#take(kind, data);
-    if (kind === "event") this.#refreshSoon();
+    this.#refreshSoon();
   }
 
   #take(kind, data) {
@@ -142,8 +142,12 @@ class RunView {
     }
   }
 
+  /** Once for all that arrives together: metrics come in batches. */
   async #refreshSoon() {
+    if (this.#isRefreshPending) return;
+    this.#isRefreshPending = true;
     await pause(SOON, this.#signal);
+    this.#isRefreshPending = false;
     if (!this.#signal.aborted) await this.#refresh().catch((error) => this.#fail(error));
   }
 
@@ -242,6 +246,7 @@ class RunView {
     if (this.#signal.aborted) return null;
     const text = this.#run ? "This run was deleted. Its files stay on the trainer's disk." : "There is no run of this name.";
     fill(this.#main, h("h1", {}, this.#name), h("p", {}, text), h("p", {}, h("a", { href: "#/" }, "All runs")));
+    this.#end.abort();
     return null;
   }
 }
