@@ -2,10 +2,11 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.run_spec.spec import DataSpec
@@ -153,7 +154,16 @@ _worker: RecordEncoder | None = None
 def _start_worker(tokenizer: "PreTrainedTokenizerBase", settings: EncodingSettings) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _worker = RecordEncoder(tokenizer, settings)
+
+
+def _leave_with_parent() -> None:
+    """A worker does not hear that its parent was killed: it would wait for work for ever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(block: Block) -> EncodedBlock:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.wire.data_report import DataReport, Finding
+from tests.fakes.process_group import survivors
 from tests.fakes.processes import ManagedProcess, Processes
 from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
@@ -130,3 +131,13 @@ def test_processes_that_tokenize_together_give_the_same_index(
     finish(together)
     finish(alone)
     assert content(tmp_path / "together") == content(tmp_path / "alone")
+
+
+def test_workers_end_with_a_builder_that_is_killed(corpus: Path, tmp_path: Path) -> None:
+    flags = [*arguments(corpus, tmp_path / "unused.json"), "--jobs", "2"]
+    argv = [sys.executable, "-P", "-c", STOPS_IN_THE_MIDDLE, *map(str, flags)]
+    environment = {"SLIPSTREAM_INDEX_DIR": str(tmp_path / "root"), "PYTHONPATH": ":".join(sys.path)}
+    with ManagedProcess(argv, env=environment) as builder:
+        builder.wait_for_line("in the middle", timeout=90)
+        builder.kill()
+        assert not survivors(builder.pid, seconds=60.0)

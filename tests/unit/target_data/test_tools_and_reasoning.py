@@ -13,7 +13,8 @@ from tests.unit.target_data.test_tokens_and_mask import encode_all, encode_one, 
 
 # In the manner of Qwen3: tools in the system turn, thinking only after the last question, results as user turns.
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system{{ '\n' }}{% for tool in tools %}{{ tool | tojson }} {% endfor %}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }} {% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
     "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}"
@@ -21,9 +22,11 @@ TEMPLATE = (
     "{% if m.reasoning_content and loop.index0 > ns.last %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
     "{% endif %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' }}"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}{{ '\n</tool_call>' }}{% endfor %}"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}"
     "<|im_end|>{{ '\n' }}"
-    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content }}"
+    "{{ '\n</tool_response><|im_end|>\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
