@@ -66,11 +66,14 @@ class Child:
 
     def poll(self) -> int | None:
         """Exit status (negative: the signal that killed it) once it has ended; what it had started is ended then."""
-        status = self._process.poll()
+        # Looked at before it is reaped: until then nobody else can have the number of its group.
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            self.hear()
+            return None
+        _kill_group(self.pid)
+        status = self._process.wait()
         self.hear()
-        if status is not None:
-            _kill_group(self.pid)
-            self.close()
+        self.close()
         return status
 
     def ask_to_leave(self, now: float) -> None:

@@ -47,7 +47,7 @@ def test_an_agent_that_is_killed_and_one_that_leaves(
     assert stack.state("moved") == "RUNNING"
 
     again.terminate()
-    again.wait_for_line("child_asked_to_leave")
+    again.wait_for_line("child_asked_to_leave", timeout=60)
     stack.faults.let_go(20)
     assert again.wait_exit(timeout=60) == 0, again.output
     assert "reported run=moved state=STOPPED" in again.output and "told_the_api=true" in again.output
@@ -94,7 +94,7 @@ def test_what_cannot_be_mended_is_not_tried_again(stack: Stack, target_address: 
     child = int(agent.wait_for_line(r"child_started run=interrupted .*pid=(\d+)", timeout=60).group(1))
     stack.faults.wait_until_held(5)
     agent.terminate()
-    agent.wait_for_line("child_asked_to_leave")
+    agent.wait_for_line("child_asked_to_leave", timeout=60)
     agent.terminate()
     assert agent.wait_exit() == 128 + signal.SIGTERM
     assert "Traceback" not in agent.output

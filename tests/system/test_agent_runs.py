@@ -44,18 +44,18 @@ def test_verbs_and_a_control_api_that_is_away(stack: Stack, tiny_recipe: Path, u
 
     stack.faults.wait_until_held(10)
     stack.api.kill()
-    agent.wait_for_line("control_api_does_not_answer")
+    agent.wait_for_line("control_api_does_not_answer", timeout=60)
     stack.faults.let_go(10)
     # Training goes on meanwhile.
     stack.faults.wait_until_held(20)
     stack.restart_api()
-    agent.wait_for_line("control_api_is_back")
+    agent.wait_for_line("control_api_is_back", timeout=60)
     assert stack.state("verbs") == "RUNNING"
 
     stack.verb("verbs", "pause")
-    agent.wait_for_line("child_asked_to_leave")
+    agent.wait_for_line("child_asked_to_leave", timeout=60)
     stack.faults.let_go(20)
-    agent.wait_for_line("reported run=verbs state=PAUSED")
+    agent.wait_for_line("reported run=verbs state=PAUSED", timeout=60)
     assert stack.state("verbs") == "PAUSED"
     stopped_after = len(stack.steps("verbs"))
     assert stack.steps("verbs") == list(range(stopped_after)), "a metric is missing"
@@ -65,10 +65,10 @@ def test_verbs_and_a_control_api_that_is_away(stack: Stack, tiny_recipe: Path, u
     stack.verb("verbs", "resume")
     stack.faults.wait_until_held(30)
     stack.verb("verbs", "stop")
-    agent.wait_for_line("child_asked_to_leave", start=seen)
+    agent.wait_for_line("child_asked_to_leave", start=seen, timeout=60)
     stack.faults.let_go(30)
-    agent.wait_for_line("reported run=verbs state=STOPPED", start=seen)
-    agent.wait_for_line("assignment_over", start=seen)
+    agent.wait_for_line("reported run=verbs state=STOPPED", start=seen, timeout=60)
+    agent.wait_for_line("assignment_over", start=seen, timeout=60)
     assert stack.state("verbs") == "STOPPED"
 
     stack.verb("verbs", "resume")
