@@ -128,7 +128,7 @@ def add_trainer(home: Path, device: str, *, name: str | None = None, threads: in
         home: of the stack.
         device: `cpu`, `cuda` or `cuda:N`.
         name: default: after the device, such as `gpu1` or `cpu-2`.
-        threads: CPU threads of torch; default: torch's own choice.
+        threads: CPU threads of torch; default: as another trainer of the stack on that device, else torch's choice.
 
     Raises:
         SlipstreamError: NOT_READY, no stack is up; SPEC_INVALID, the device or the name is no such; NAME_TAKEN.
@@ -143,6 +143,8 @@ def add_trainer(home: Path, device: str, *, name: str | None = None, threads: in
                 reason=Reason.NAME_TAKEN,
                 remedy="Give another name, or none.",
             )
+        if threads is None:
+            threads = next((one.threads for one in stack.trainers if one.device == device), None)
         trainer = TrainerPart(name=chosen, device=device, threads=threads)
         _replace(home, stack, (*stack.trainers, trainer))
     return chosen

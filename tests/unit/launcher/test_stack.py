@@ -51,7 +51,7 @@ def test_trainers_are_added_and_removed_while_it_is_up(home_that_is_up: Path) ->
     stack = read_stack(home_that_is_up)
     assert stack is not None
     assert [(one.name, one.device, one.threads) for one in stack.trainers] == [
-        ("cpu-2", "cpu", None),
+        ("cpu-2", "cpu", 1),
         ("gpu5", "cuda:5", None),
         ("mine", "cpu", 3),
     ]
