@@ -82,12 +82,15 @@ def test_a_training_process_that_always_dies(stack: Stack) -> None:
 
 def test_what_cannot_be_mended_is_not_tried_again(stack: Stack, target_address: str) -> None:
     agent = stack.start_agent()
-    stack.create("explosive", "optimizer.learning_rate=1e38", "optimizer.warmup_fraction=0")
+    length = ("train.max_steps=100000", "train.epochs=1")
+    stack.create("explosive", "optimizer.learning_rate=1e38", "optimizer.warmup_fraction=0", *length)
     agent.wait_for_line("reported run=explosive state=FAILED", timeout=90)
     (died,) = [event["data"] for event in stack.events("explosive", "CHILD_DIED")]
     assert (died["reason"], died["exit_code"], died["will_restart"]) == ("LOSS_NOT_FINITE", 9, False)
     assert "3 steps in a row" in died["message"] and "learning_rate" in died["remedy"]
-    assert stack.state("explosive") == "FAILED"
+    run = stack.client.get("/v1/runs/explosive")
+    assert run["state"] == "FAILED"
+    assert run["progress"]["step"] == 4 and run["progress"]["max_steps"] < 1000, "the length is what the child found"
     # It is free for another run, which a second SIGTERM takes from it at once.
     stack.faults.hold(5)
     stack.create("interrupted", *LENGTH)

@@ -13,6 +13,7 @@ import pytest
 
 from drafter_trainer.agent_line import AgentLine
 from drafter_trainer.cli import main
+from drafter_trainer.target_link import WaitNotice
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from tests.fakes.control_plane import SPEC
@@ -38,6 +39,20 @@ def test_news_and_the_hang_up() -> None:
     agent.close()
     assert gone.wait(30.0)
     line.joined(4, 9)  # to nobody
+
+
+def test_the_trainer_tells_when_it_waits_for_its_target() -> None:
+    agent, child = socket.socketpair()
+    notice = WaitNotice("h:1", AgentLine(child.detach()))
+    for reason in (Reason.TARGET_UNREACHABLE, Reason.TARGET_UNREACHABLE, Reason.TARGET_LOADING):
+        notice(reason, 0.1)
+    notice.over()
+    notice.over()
+    notice(Reason.TARGET_UNREACHABLE, 0.1)
+    with agent.makefile("r") as news:
+        told = [json.loads(news.readline())["waits_for_target"] for _ in range(4)]
+    assert told == ["TARGET_UNREACHABLE", "TARGET_LOADING", None, "TARGET_UNREACHABLE"]
+    agent.close()
 
 
 def test_a_process_without_an_agent_tells_nobody() -> None:
