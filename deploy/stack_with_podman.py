@@ -3,6 +3,7 @@
     python deploy/stack_with_podman.py check             # what is missing here; exit status 3 when something is
     python deploy/stack_with_podman.py build             # a base image by debootstrap, then the images of the stack
     python deploy/stack_with_podman.py up                # start it; returns when every health check passes
+    python deploy/stack_with_podman.py ready             # wait for that after `compose start`
     python deploy/stack_with_podman.py compose ps        # any command of podman-compose, same settings
     python deploy/stack_with_podman.py down [--volumes]
 
@@ -53,7 +54,7 @@ def main() -> int:
     if options.command == "check":
         return 0
     _prepare_environment()
-    commands = {"build": build, "up": up, "compose": compose, "down": down}
+    commands = {"build": build, "up": up, "ready": ready, "compose": compose, "down": down}
     return commands[options.command](options)
 
 
@@ -103,8 +104,15 @@ def up(options: argparse.Namespace) -> int:
             if status != "0":
                 raise SystemExit(f"{service} ended with {status}")
         else:
-            _wait_until_healthy(_container(options, service))
-            print(f"{service} is ready after {time.monotonic() - started:.1f} s", flush=True)
+            _wait_until_healthy(_container(options, service), started)
+    return 0
+
+
+def ready(options: argparse.Namespace) -> int:
+    """Wait until every health check passes."""
+    started = time.monotonic()
+    for service in ORDER[1:]:
+        _wait_until_healthy(_container(options, service), started)
     return 0
 
 
@@ -119,11 +127,12 @@ def down(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_until_healthy(container: str) -> None:
+def _wait_until_healthy(container: str, started: float) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while True:
         check = subprocess.run(["podman", "healthcheck", "run", container], capture_output=True, text=True, check=False)
         if check.returncode == 0:
+            print(f"{container} is ready after {time.monotonic() - started:.1f} s", flush=True)
             return
         if time.monotonic() > deadline:
             subprocess.run(["podman", "logs", "--tail", "50", container], check=False)
@@ -230,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="build the images")
     build.add_argument("--fresh", action="store_true", help="from nothing: no cached layer, a new base image")
     commands.add_parser("up", help="start the stack and wait until it is ready")
+    commands.add_parser("ready", help="wait until it is ready")
     anything = commands.add_parser("compose", help="run podman-compose with the same settings")
     anything.add_argument("arguments", nargs=argparse.REMAINDER)
     down = commands.add_parser("down", help="stop the stack and remove its containers")
