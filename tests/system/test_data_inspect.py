@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.data_inspection import Inspection
 from slipstream.wire.data_report import Finding
+from tests.fakes.hub import serving_dataset
 from tests.fakes.processes import ManagedProcess, Processes
 from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
@@ -95,3 +96,31 @@ def test_what_is_refused(
 ) -> None:
     filled = [argument.format(tokenizer=tokenizer) for argument in arguments]
     assert words in inspect(processes, *filled, status=status).output
+
+
+def test_a_data_set_of_a_hub(processes: Processes, tokenizer: Path, tmp_path: Path) -> None:
+    """With token and revision; a second look needs no hub."""
+    files = {
+        "data/train-0.jsonl": json.dumps(GOOD).encode(),
+        "data/test-0.jsonl": b"oops",
+        "README.md": b"Nothing that is read.",
+    }
+    source = "hf://datasets/owner/talks@v1.0"
+    with serving_dataset("owner/talks", files, token="hf_right") as (endpoint, asked):
+        hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+
+        def look(token: str, status: int) -> str:
+            arguments = ("data", "inspect", source, "--model", tokenizer)
+            process = processes.start("slipstream.cli", *arguments, env=hub | {"HF_TOKEN": token})
+            assert process.wait_exit(timeout=90) == status, process.output
+            assert "Traceback" not in process.output and token not in process.output
+            return process.output
+
+        assert "The hub has no data set 'owner/talks', or it is private" in look("hf_wrong", 3)
+        assert "data/train-0.jsonl" in (output := look("hf_right", 0)) and "1 used for train" in output
+        assert "/api/datasets/owner/talks/revision/v1.0" in asked
+        assert not [path for path in asked if path.endswith(".md")]
+        hub["HF_HUB_OFFLINE"] = "1"
+        asked.clear()
+        assert "1 used for train" in look("hf_right", 0)
+        assert not asked
