@@ -249,6 +249,11 @@ async function pictures(page) {
     await page.setViewportSize({ width, height });
     await page.evaluate(() => scrollTo(0, 0));
     await chartsFit(page);
+    // The resource is read a moment after the feed has brought a step.
+    await page.waitForFunction(() => {
+      const steps = document.getElementById("steps").textContent.split(" ")[0].replaceAll(",", "");
+      return Number(steps) >= Number(document.getElementById("points").dataset.count);
+    });
     await picture(page, name);
   }
   await page.setViewportSize({ width: 1280, height: 860 });
