@@ -32,6 +32,16 @@ def recipe_path(name: str) -> Path:
     )
 
 
+def find_recipe(argument: str) -> Path:
+    """The recipe that a command line means: a path has a slash in it or exists; anything else is a shipped name.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, no shipped recipe is called so.
+    """
+    is_name = "/" not in argument and not Path(argument).exists()
+    return recipe_path(argument) if is_name else Path(argument)
+
+
 def data_file(name: str) -> Path | None:
     """The shipped file that a recipe names relative to itself, or by its whole path; None when there is none."""
     path = Path(os.path.normpath(_DIRECTORY / name))

@@ -117,9 +117,7 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
         overrides.insert(0, f"target.model={given_model(wanted.model)}")
     elif wanted.recipe is None:
         overrides.insert(0, f"target.model={packaged_model()}")
-    name = wanted.recipe or RECIPE
-    is_name = "/" not in name and not Path(name).exists()
-    path = recipes.recipe_path(name) if is_name else Path(name)
+    path = recipes.find_recipe(wanted.recipe or RECIPE)
     spec = load_recipe(path, overrides).spec
     files = (*spec.data.files, *([spec.eval.prompts] if spec.eval.prompts else []))
     places = (str(path.absolute().parent), *(str(Path(file).parent) for file in files))

@@ -1,8 +1,10 @@
 """Shipped recipes are found by name."""
 
+from pathlib import Path
+
 import pytest
 
-from recipes import recipe_names, recipe_path
+from recipes import find_recipe, recipe_names, recipe_path
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -25,3 +27,12 @@ def test_unknown_recipe_lists_all_when_none_is_near() -> None:
     with pytest.raises(SlipstreamError) as refused:
         recipe_path("../etc/passwd")
     assert all(name in refused.value.remedy for name in recipe_names())
+
+
+def test_what_exists_or_has_a_slash_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_names()[0]
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(name) == recipe_path(name)
+    (tmp_path / name).touch()
+    assert find_recipe(name) == Path(name)
+    assert find_recipe("./missing") == Path("./missing")

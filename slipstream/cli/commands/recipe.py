@@ -27,13 +27,12 @@ def run(args: argparse.Namespace) -> int:
     """
     # pydantic costs a tenth of a second: not for `--help`.
     import recipes
-    from slipstream.cli.recipe_lookup import find_recipe
     from slipstream.run_spec.load import describe, load_recipe
 
     if args.action == "list":
         print("\n".join(recipes.recipe_names()))
         return 0
-    loaded = load_recipe(find_recipe(args.recipe), args.set)
+    loaded = load_recipe(recipes.find_recipe(args.recipe), args.set)
     if args.output == "json":
         print(json.dumps({"spec": loaded.spec.model_dump(mode="json"), "origins": dict(loaded.origins)}, indent=2))
     else:

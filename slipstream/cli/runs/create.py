@@ -9,7 +9,6 @@ from typing import Any
 import recipes
 from slipstream.cli.api_access import control_api, say_next
 from slipstream.cli.display import print_json, print_line
-from slipstream.cli.recipe_lookup import find_recipe
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.watch import watch_run
 from slipstream.run_spec.load import load_recipe
@@ -24,7 +23,7 @@ def create(args: argparse.Namespace) -> int:
             serves another model.
     """
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
-    spec = load_recipe(find_recipe(args.recipe), [*args.set, *name]).spec
+    spec = load_recipe(recipes.find_recipe(args.recipe), [*args.set, *name]).spec
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
     with control_api(args) as client:
         run = client.post("/v1/runs", body)
