@@ -1,16 +1,14 @@
 """Targets that the deployment names: registered, or given their new address, when the server starts."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 
 from control_api.store import targets
 from control_api.store.database import Database
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.names import is_name
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import TargetClient
-
-_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 
 def parse_targets(flags: Sequence[str]) -> dict[str, str]:
@@ -26,7 +24,7 @@ def parse_targets(flags: Sequence[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for item in flags:
         name, separator, address = item.partition("=")
-        if not separator or not _NAME.fullmatch(name):
+        if not separator or not is_name(name):
             raise SlipstreamError(
                 f"{source} has {item!r}, expected NAME=ADDRESS with a name of lower case letters, digits, . - and _",
                 reason=Reason.SPEC_INVALID,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
+from slipstream.run_spec.names import NAME_PATTERN, NAME_RULE
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import Condition, DesiredState, RunState, Verb
 
@@ -33,13 +34,7 @@ def _depth(value: Any, above: int = 0) -> int:
 
 Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 ShortText = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
-Name = Annotated[
-    str,
-    Field(
-        pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$",
-        description="Lower case letters, digits, dot, dash, underscore; at most 63.",
-    ),
-]
+Name = Annotated[str, Field(pattern=NAME_PATTERN, description=NAME_RULE)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
 Moment = Annotated[

@@ -3,7 +3,6 @@
 # ruff: noqa: N802, ARG002 - names and arguments of RPCs are the contract's
 
 import logging
-import re
 import threading
 
 import grpc
@@ -13,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import HiddenStateServiceServicer
+from slipstream.run_spec.names import NAME_RULE, is_name
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import PROTOCOL_VERSION
@@ -28,7 +28,6 @@ LONGEST_POLL_SECONDS = 30.0
 """A longer max_wait is shortened to this; the caller asks again."""
 
 _log = logging.getLogger(__name__)
-_RUN = re.compile(r"runs/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
 _STARTS = {
     pb.START_POSITION_UNSPECIFIED: Start.BEGINNING,
     pb.START_POSITION_BEGINNING: Start.BEGINNING,
@@ -181,12 +180,12 @@ class HiddenStateService(HiddenStateServiceServicer):
 
 
 def _terms(request: pb.OpenSubscriptionRequest) -> SubscriptionTerms:
-    run = _RUN.fullmatch(request.run)
-    if run is None:
+    kind, _, run = request.run.partition("/")
+    if kind != "runs" or not is_name(run):
         raise SlipstreamError(
             f"{request.run!r} is not the name of a run.",
             reason=Reason.SPEC_INVALID,
-            remedy="Expected runs/NAME: lower case letters, digits, dot, dash, underscore; at most 63.",
+            remedy=f"Expected runs/NAME. {NAME_RULE}",
         )
     if request.packs_per_step < 1 or not 0 <= request.max_epochs <= MAX_EPOCHS:
         raise SlipstreamError(
@@ -202,7 +201,7 @@ def _terms(request: pb.OpenSubscriptionRequest) -> SubscriptionTerms:
             remedy="Install the same version of Slipstream on both sides.",
         )
     return SubscriptionTerms(
-        run=run.group(1),
+        run=run,
         data_spec_json=request.data_spec_json,
         layer_ids=tuple(sorted(set(request.layer_ids))),
         last_hidden_state=request.last_hidden_state,

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from drafter_trainer.run_directory import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.names import NAME_RULE, is_name
 from slipstream.run_spec.reasons import Reason
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _ID = re.compile(r"[0-9a-zA-Z._-]{1,255}")
 _STORAGE_FILE = ".storage-id"
 
@@ -67,12 +67,8 @@ def check_name(name: str) -> str:
     Raises:
         SlipstreamError: SPEC_INVALID.
     """
-    if not _NAME.fullmatch(name):
-        raise SlipstreamError(
-            f"--name is {name!r}.",
-            reason=Reason.SPEC_INVALID,
-            remedy="Lower case letters, digits, dot, dash, underscore; at most 63; letters or digits at the ends.",
-        )
+    if not is_name(name):
+        raise SlipstreamError(f"--name is {name!r}.", reason=Reason.SPEC_INVALID, remedy=NAME_RULE)
     return name
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import Home, is_up, locked, read_text, write_text
+from slipstream.run_spec.names import is_name
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 
@@ -24,7 +25,6 @@ TARGET = "target"
 """Names of the two other processes of a stack; no trainer may have them."""
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 
 Threads = Annotated[int, Field(ge=1)] | None
 """CPU threads of torch; None: torch's own choice."""
@@ -84,7 +84,7 @@ class Stack(_Part):
     def _names_are_usable(self) -> Self:
         names = [trainer.name for trainer in self.trainers]
         for name in names:
-            if name in (API, TARGET) or not _NAME.fullmatch(name):
+            if name in (API, TARGET) or not is_name(name):
                 raise ValueError(f"{name!r} cannot be the name of a trainer")
         if len(set(names)) < len(names):
             raise ValueError("two trainers have the same name")

@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from slipstream.run_spec.names import NAME_PATTERN
+
 Dtype = Literal["bfloat16", "float16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -332,7 +334,7 @@ class EvalSpec(Section):
 class RunSpec(Section):
     """One run: a drafter for a target, trained on a stream."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Lower case letters, digits, dot, dash, underscore; at most 63; the first and last a letter or digit."""
     target: TargetSpec
     data: DataSpec
