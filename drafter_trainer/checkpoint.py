@@ -23,8 +23,9 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from drafter_trainer.run_directory import RunDirectory, disk_errors_in_words, sync_directory
+from drafter_trainer.run_directory import RunDirectory, disk_errors_in_words
 from drafter_trainer.safetensors_file import file_checksum, write_safetensors
+from slipstream.disk import sync_directory
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event

@@ -8,20 +8,18 @@ An agent adds definition.json, with which it starts the trainer, and logs/attemp
 only given to that incarnation, so two trainers that claim one run never both write, even while the target is down.
 """
 
-import errno
 import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from slipstream import disk
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunDirectory:
@@ -97,7 +95,7 @@ class RunDirectory:
                 "pid": os.getpid(),
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
-            write_atomically(self._owner, json.dumps(record, indent=2) + "\n")
+            disk.write_atomically(self._owner, json.dumps(record, indent=2) + "\n")
 
     @contextmanager
     def owned(self, incarnation: int) -> Iterator[None]:
@@ -115,7 +113,7 @@ class RunDirectory:
     def write_spec(self, spec_json: str, incarnation: int) -> None:
         """Keep the resolved run definition beside the results, for people; programs read it in the checkpoints."""
         with self.owned(incarnation), disk_errors_in_words(self.root):
-            write_atomically(self.root / "spec.json", spec_json + "\n")
+            disk.write_atomically(self.root / "spec.json", spec_json + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -124,51 +122,18 @@ class RunDirectory:
             yield
 
 
-@contextmanager
-def disk_errors_in_words(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses while `path` is written into a SlipstreamError.
+def disk_errors_in_words(path: Path) -> AbstractContextManager[None]:
+    """Turn what the file system refuses while `path`, of a run, is written into a SlipstreamError.
 
     Raises:
-        SlipstreamError: DISK_FULL for a full disk or an exhausted quota, else PATH_NOT_ALLOWED.
+        SlipstreamError: DISK_FULL, or PATH_NOT_ALLOWED.
     """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise SlipstreamError(
-                f"The disk is full: {path} could not be written ({error.strerror}).",
-                reason=Reason.DISK_FULL,
-                remedy="Free some space or lower checkpoint.keep, then start the same command again: it goes on from "
-                "the last complete checkpoint.",
-            ) from error
-        raise SlipstreamError(
-            f"{path} could not be written: {error.strerror or error}.",
-            reason=Reason.PATH_NOT_ALLOWED,
-            remedy="Give a directory that this user may write, with --run-dir.",
-        ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees either the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return disk.disk_errors_in_words(
+        path,
+        flag="--run-dir",
+        when_full="Free some space or lower checkpoint.keep, then start the same command again: it goes on from the "
+        "last complete checkpoint.",
+    )
 
 
 def _stale(own: int, newest: int, root: Path) -> SlipstreamError:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from drafter_trainer.run_directory import write_atomically
+from slipstream.disk import write_atomically
 from slipstream.telemetry.logs import log_event
 
 LEAVE_SECONDS = 180.0

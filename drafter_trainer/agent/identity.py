@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from drafter_trainer.run_directory import disk_errors_in_words, write_atomically
+from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.names import NAME_RULE, is_name
 from slipstream.run_spec.reasons import Reason
@@ -35,7 +35,7 @@ def open_state(directory: Path) -> AgentState:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, another agent has it, or it cannot be written.
     """
-    with disk_errors_in_words(directory):
+    with disk_errors_in_words(directory, flag="--state"):
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / "agent.lock").open("wb")
         try:
@@ -56,7 +56,7 @@ def storage_id(runs: Path) -> str:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, DISK_FULL.
     """
-    with disk_errors_in_words(runs):
+    with disk_errors_in_words(runs, flag="--runs"):
         runs.mkdir(parents=True, exist_ok=True)
         return _written_once(runs / _STORAGE_FILE)
 

@@ -14,7 +14,7 @@ from drafter_trainer.agent.devices import TrainerDevice
 from drafter_trainer.agent.reports import Reporter, Standing, exit_report
 from drafter_trainer.agent.restarts import RESTARTS, Failure, Restarts, explain
 from drafter_trainer.agent.run_files import RunFiles
-from drafter_trainer.run_directory import disk_errors_in_words, write_atomically
+from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.device import resolve_device
 from slipstream.run_spec.load import parse_spec
@@ -167,7 +167,7 @@ class Work:
         directory = self._files.directory
         resolve_device(parse_spec(self.assignment.spec).train, self._place.device.is_cuda)
         definition = directory / "definition.json"
-        with disk_errors_in_words(directory):
+        with disk_errors_in_words(directory, flag="--runs"):
             self._files.log.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(definition, json.dumps(self.assignment.spec, indent=2) + "\n")
         arguments = ["run", str(definition), "--target", self.assignment.target, "--run-dir", str(directory)]

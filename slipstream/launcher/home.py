@@ -7,17 +7,17 @@ locks/NAME.lock   held by a process while it lives            runs/             
                                                               logs/NAME.log        output of a process
 """
 
-import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -139,34 +139,17 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, or DISK_FULL.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(path, text)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into words.
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Turn what the file system refuses while `path`, of a home, is written into words.
 
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, or DISK_FULL.
     """
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise SlipstreamError(
-            f"cannot write {error.filename or path}: {error.strerror or error}",
-            reason=Reason.DISK_FULL if is_full else Reason.PATH_NOT_ALLOWED,
-            remedy="Free some space." if is_full else "Give a directory that you may write, with --home.",
-        ) from error
+    return disk_errors_in_words(path, flag="--home")
 
 
 def try_lock(path: Path, *, patience: float = 0.0) -> IO[bytes] | None:

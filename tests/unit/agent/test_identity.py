@@ -1,6 +1,7 @@
 """Who an agent is, and which device it has."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_damaged_id_is_named(tmp_path: Path) -> None:
     (tmp_path / ".storage-id").write_text("")
     with pytest.raises(SlipstreamError, match=r"storage-id is damaged"):
         storage_id(tmp_path)
+
+
+@pytest.mark.parametrize(("make", "flag"), [(open_state, "--state"), (storage_id, "--runs")])
+def test_a_directory_that_cannot_be_made_names_the_flag(
+    tmp_path: Path, make: Callable[[Path], object], flag: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SlipstreamError, match="could not be written") as caught:
+        make(tmp_path / "file" / "below")
+    assert flag in caught.value.remedy
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:5"])

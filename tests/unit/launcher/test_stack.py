@@ -100,7 +100,7 @@ def test_only_one_holds_a_home(tmp_path: Path) -> None:
 
 def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SlipstreamError, match="cannot write") as refused:
+    with pytest.raises(SlipstreamError, match="could not be written") as refused:
         take_over(tmp_path / "file" / "home")
     assert refused.value.reason is Reason.PATH_NOT_ALLOWED and "--home" in refused.value.remedy
     assert not is_up(tmp_path / "file" / "home")
