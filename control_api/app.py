@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from control_api import problems
 from control_api.dependencies import Services
 from control_api.feed import Feed
-from control_api.middleware import BearerToken, BodyRules, TraceId
+from control_api.middleware import BearerToken, BodyRules, OwnPagesOnly, TraceId
 from control_api.prober import TargetProber
 from control_api.reconciler import Reconciler
 from control_api.routes import dashboard, health, recipes, records, runs, targets, trainers
@@ -39,6 +39,7 @@ def create_app(
     app.add_middleware(BodyRules, limit=settings.body_limit)
     if settings.token:
         app.add_middleware(BearerToken, token=settings.token)
+    app.add_middleware(OwnPagesOnly, any_host=bool(settings.token))
     app.add_middleware(TraceId)
     for module in (health, targets, recipes, records, runs, trainers):
         app.include_router(module.router)

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_api.problems import TRACE_HEADER, TRACE_KEY, Extras, problem
+from slipstream.listen import ListenAddress
 
 # Probes of an orchestrator carry no token, nor does a browser that opens a page: the page asks for it.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/", "/dashboard"})
@@ -60,6 +61,45 @@ class BearerToken:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+
+
+class OwnPagesOnly:
+    """Keeps pages of other sites, which a browser on this machine may show, from using the API behind its user's back.
+
+    A verb has no body, so such a page could send one without asking first; and a name of its own that it lets point to
+    loopback would make its requests look like ours. Whoever has to show a token is safe from the second.
+    """
+
+    def __init__(self, app: ASGIApp, any_host: bool) -> None:
+        """`any_host`: do not look at the name under which the server was addressed."""
+        self._app = app
+        self._any_host = any_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and (detail := self._objection(scope)):
+            await problem(scope, 403, detail)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> str | None:
+        headers = Headers(scope=scope)
+        # Browsers set it, and no page can; other clients do not send it.
+        site = headers.get("sec-fetch-site", "none")
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and site not in ("same-origin", "none"):
+            return "The request comes from a page of another site; open the dashboard of this server instead."
+        host = headers.get("host", "")
+        if not self._any_host and host and not ListenAddress(_without_port(host), 0).is_loopback:
+            return (
+                f"This server has no token and answers on loopback only, not as {host[:80]!r}; "
+                "address it as 127.0.0.1 or localhost, or start it with a token."
+            )
+        return None
+
+
+def _without_port(host: str) -> str:
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return name.strip("[]").lower()
 
 
 class BodyRules:

@@ -54,6 +54,7 @@ _STATUS_OF = {
 _REASON_OF = {
     400: Reason.REQUEST_INVALID,
     401: Reason.ACCESS_DENIED,
+    403: Reason.ACCESS_DENIED,
     404: Reason.NOT_FOUND,
     405: Reason.METHOD_NOT_ALLOWED,
     413: Reason.BODY_TOO_LARGE,

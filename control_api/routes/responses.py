@@ -5,7 +5,7 @@ from typing import Any
 
 from control_api.schemas import Problem
 
-_EVERYWHERE = (401, 422, 500, 503)
+_EVERYWHERE = (401, 403, 422, 500, 503)
 _WITH_BODY = (400, 413, 415)
 
 

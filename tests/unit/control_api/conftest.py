@@ -14,6 +14,9 @@ from control_api.settings import Settings
 from control_api.store.database import Database
 from tests.fakes.control_plane import Desk, FakeClock
 
+BASE_URL = "http://127.0.0.1:8080"
+"""Without a token, a server answers to no other names."""
+
 
 @pytest.fixture
 def clock() -> FakeClock:
@@ -56,7 +59,7 @@ def services(app: FastAPI, database: Database, settings: Settings, clock: FakeCl
 @pytest.fixture
 def client(app: FastAPI, services: Services, portal: BlockingPortal) -> TestClient:
     # Not entered: the lifespan would start the threads, and the test reconciles by itself.
-    client = TestClient(app, raise_server_exceptions=False)
+    client = TestClient(app, BASE_URL, raise_server_exceptions=False)
     client.portal = portal
     return client
 

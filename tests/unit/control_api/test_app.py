@@ -11,7 +11,7 @@ from control_api.app import create_app
 from control_api.settings import Settings
 from control_api.store.database import Database
 from slipstream import __version__
-from tests.fakes.control_plane import FakeClock, assert_problem
+from tests.fakes.control_plane import Desk, FakeClock, assert_problem
 
 JSON = {"content-type": "application/json"}
 
@@ -55,7 +55,7 @@ def test_a_defect_tells_nothing_of_the_inside(database: Database) -> None:
     def defect() -> None:
         raise RuntimeError("the secret of the trace")
 
-    response = TestClient(app, raise_server_exceptions=False).get("/defect")
+    response = TestClient(app, "http://localhost", raise_server_exceptions=False).get("/defect")
     body = assert_problem(response, 500, "INTERNAL")
     assert "secret" not in response.text
     assert body["trace_id"] in body["detail"]
@@ -80,6 +80,36 @@ def test_token_opens_everything_and_probes_need_none(with_token: TestClient) -> 
     assert with_token.get("/healthz").status_code == 200
     assert with_token.get("/readyz").status_code == 503
     assert with_token.get("/nowhere").status_code == 401
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_of_another_site_moves_no_run(client: TestClient, desk: Desk, site: str) -> None:
+    desk.target()
+    desk.run()
+    refused = client.post("/v1/runs/demo:stop", headers={"Sec-Fetch-Site": site})
+    assert "another site" in assert_problem(refused, 403, "ACCESS_DENIED")["detail"]
+    assert desk.state() == "PENDING"
+    assert client.get("/v1/runs/demo", headers={"Sec-Fetch-Site": site}).status_code == 200, "links may lead here"
+    assert client.post("/v1/runs/demo:stop", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1", "localhost:8080", "LOCALHOST", "[::1]:8080", "[::1]", "127.1.2.3:1")),
+        *((host, 403) for host in ("rebound.example:8080", "127.0.0.1.example", "10.0.0.1:8080", ":8080", "[", "::")),
+    ],
+)
+def test_without_a_token_only_loopback_names_are_answered_to(client: TestClient, host: str, status: int) -> None:
+    response = client.get("/v1/runs", headers={"Host": host})
+    assert response.status_code == status
+    if status == 403:
+        assert "start it with a token" in assert_problem(response, 403, "ACCESS_DENIED")["detail"]
+
+
+def test_with_a_token_any_name_is_answered_to(with_token: TestClient) -> None:
+    headers = {"Authorization": "Bearer right", "Host": "box.example"}
+    assert with_token.get("/v1/runs", headers=headers).status_code == 200
 
 
 def test_a_body_that_says_it_is_100_megabytes_is_not_kept(client: TestClient) -> None:
