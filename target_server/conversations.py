@@ -102,6 +102,15 @@ class TokenRow:
     """[L], 1 on supervised tokens."""
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to where the assistant is to answer."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
 class BadRecordError(Exception):
     """A record that gives no conversation; `finding` says why."""
 
@@ -121,11 +130,7 @@ def parse_record(content: object, record_format: RecordFormat, where: str) -> Co
     Raises:
         BadRecordError: the record cannot be used.
     """
-    if isinstance(content, Finding):
-        raise BadRecordError(content)
-    record = _loads(content) if isinstance(content, bytes) else content
-    if not isinstance(record, dict):
-        raise BadRecordError(Finding.NOT_AN_OBJECT)
+    record = _object(content)
     name = _conversation_id(record, where)
     layout = _layout_of(record) if record_format == "auto" else record_format
     if layout == "tokens":
@@ -141,6 +146,33 @@ def parse_record(content: object, record_format: RecordFormat, where: str) -> Co
         finished=record.get("finished") is not False,
         tools=_parse_tools(record.get("tools")),
     )
+
+
+def parse_prompt(content: object, record_format: RecordFormat, where: str) -> Prompt:
+    """The turns before a record's last answer; a record needs no answer. Arguments and errors as of `parse_record`."""
+    record = _object(content)
+    turns: list[Turn]
+    if record_format in ("auto", "completion") and record.get("prompt") is not None:
+        turns = _completion_turns({**record, "completion": "?"})
+    else:
+        layout = _layout_of(record) if record_format == "auto" else record_format
+        if layout == "tokens":
+            raise BadRecordError(Finding.NO_TURNS)
+        turns = _PARSERS[layout](record)
+    while turns and turns[-1].role == "assistant":
+        turns.pop()
+    if not turns:
+        raise BadRecordError(Finding.ANSWER_FIRST)
+    return Prompt(_conversation_id(record, where), tuple(turns), _parse_tools(record.get("tools")))
+
+
+def _object(content: object) -> dict[str, Any]:
+    if isinstance(content, Finding):
+        raise BadRecordError(content)
+    record = _loads(content) if isinstance(content, bytes) else content
+    if not isinstance(record, dict):
+        raise BadRecordError(Finding.NOT_AN_OBJECT)
+    return record
 
 
 def _loads(text: bytes) -> object:

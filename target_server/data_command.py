@@ -1,10 +1,11 @@
-"""`target-server inspect` and `index`: what becomes of a recipe's data, without a target's weights or a server."""
+"""`target-server inspect`, `index` and `regenerate`: a recipe's data without a server; two of them without weights."""
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,7 +16,12 @@ from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 
-COMMANDS = ("inspect", "index")
+if TYPE_CHECKING:
+    from target_server.record_files import SourceFile
+
+Files: TypeAlias = "Sequence[SourceFile]"
+
+COMMANDS = ("inspect", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
 
 
@@ -34,7 +40,8 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     index = commands.add_parser(
         "index", help="tokenize a recipe's data ahead of a run; goes on where it was broken off"
     )
-    for parser in (inspect, index):
+    regenerate = commands.add_parser("regenerate", help="let the target answer a recipe's prompts; goes on as well")
+    for parser in (inspect, index, regenerate):
         parser.add_argument("sources", nargs="+", metavar="RECIPE|FILE", help="a recipe (.toml), or files of data")
         parser.add_argument("--model", help="whose tokenizer: directory, hub name or .gguf file; else the recipe's")
         parser.add_argument(
@@ -51,8 +58,21 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     inspect.add_argument(
         "--document", type=_number, default=1, metavar="N", help="whose tokens to report; default: %(default)d"
     )
+    _add_sampling(regenerate)
     index.add_argument("--split", choices=("train", "heldout"), default="train", help="default: %(default)s")
     index.add_argument("--jobs", type=_number, metavar="N", help="processes that tokenize; default: by size and cores")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="receives the answers, as JSONL")
+    parser.add_argument("--max-new-tokens", type=_number, default=1024, metavar="N", help="default: %(default)d")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: all tokens")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)d")
+    parser.add_argument("--batch", type=_number, default=16, metavar="N", help="prompts at once; default: %(default)d")
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=_number, metavar="N", help="CPU threads")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,24 +81,62 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: whatever is refused.
     """
-    target, data = read_sources(args.sources, args.model, args.set)
-    from slipstream.target_loading import load_tokenizer
     from target_server.data_files import find_files
+
+    target, data = read_sources(args.sources, args.model, args.set)
+    files = find_files(data.files, None)
+    _write(args.report, _ACTIONS[args.command](args, target, data, files).model_dump_json())
+    return 0
+
+
+def _inspect(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
+    from slipstream.target_loading import load_tokenizer
+    from target_server.inspection import inspect_files
+
+    tokenizer = load_tokenizer(target)
+    return inspect_files(data, files, tokenizer, model=target.model, limit=args.limit, document=args.document)
+
+
+def _index(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
+    from slipstream.target_loading import load_tokenizer
     from target_server.dataset import load_documents
 
-    files = find_files(data.files, None)
-    tokenizer = load_tokenizer(target)
-    if args.command == "index":
-        dataset = load_documents(data, tokenizer, files=files, split=args.split, jobs=args.jobs)
-        text = dataset.report.model_dump_json()
-    else:
-        from target_server.inspection import inspect_files
+    return load_documents(data, load_tokenizer(target), files=files, split=args.split, jobs=args.jobs).report
 
-        text = inspect_files(
-            data, files, tokenizer, model=target.model, limit=args.limit, document=args.document
-        ).model_dump_json()
-    _write(args.report, text)
-    return 0
+
+def _regenerate(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
+    import torch
+
+    from slipstream.target_fingerprint import fingerprint_target
+    from slipstream.target_loading import load_causal_lm
+    from target_server.dataset import hash_content
+    from target_server.regeneration import Regenerator, Sampling, regenerate
+
+    sampling = Sampling(
+        args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.batch
+    )  # fmt: skip
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise SlipstreamError(
+            f"No text is drawn with temperature {sampling.temperature:g}, top-p {sampling.top_p:g} and top-k "
+            f"{sampling.top_k}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="The temperature is 0 or more, top-p above 0 and at most 1, top-k 0 (all tokens) or more.",
+        )
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    loaded = load_causal_lm(target, device)
+    settings = {
+        **asdict(sampling),
+        "format": data.format,
+        "data": hash_content(files, data),
+        "target": target.model,
+        "target_fingerprint": fingerprint_target(loaded.files, target.dtype),
+    }
+    return regenerate(Regenerator(loaded, sampling), files, args.to, settings=settings, record_format=data.format)
+
+
+_ACTIONS = {"inspect": _inspect, "index": _index, "regenerate": _regenerate}
 
 
 def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec]:

@@ -72,7 +72,7 @@ def load_documents(
     """
     root = default_index_root()
     stamps = [file_stamp(file.path) for file in files]
-    content_hash = _content_hash(files, data, root)
+    content_hash = hash_content(files, data)
     source = IndexSource(files, content_hash, tokenizer, EncodingSettings.of(data, split))
     documents, report = _open(root, source, jobs or _jobs(sum(stamp.size for stamp in stamps)))
     for file, stamp in zip(files, stamps, strict=True):
@@ -115,12 +115,13 @@ def _jobs(size_bytes: int) -> int:
     return 1 if size_bytes < _PARALLEL_FROM_BYTES else min(_MOST_JOBS, len(os.sched_getaffinity(0)))
 
 
-def _content_hash(files: Sequence[SourceFile], data: DataSpec, root: Path) -> str:
+def hash_content(files: Sequence[SourceFile], data: DataSpec) -> str:
+    """`Dataset.content_hash`. Raises SlipstreamError (DATA_INVALID) for a file that cannot be read."""
     reading = [data.format, data.train_turns]
     total = hashlib.sha256(f"slipstream.dataset.v2:{json.dumps(reading)}".encode())
     for file in files:
         total.update(hashlib.sha256(file.name.encode(errors="surrogateescape")).digest())
-        total.update(_file_hash(file.path, root / "hashes"))
+        total.update(_file_hash(file.path, default_index_root() / "hashes"))
     return total.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""`slipstream data …`: starts `target-server inspect|index`, which needs the tokenizer; this process only shows."""
+"""`slipstream data …`: starts `target-server inspect|index|regenerate`, which needs torch; this process only shows."""
 
 import argparse
 import sys
@@ -6,13 +6,18 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+_PASSED_ON = {
+    *("model", "limit", "document", "split", "jobs"),
+    *("to", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch", "device", "threads"),
+}
+
 if TYPE_CHECKING:
     from slipstream.wire.data_report import DataReport
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
-    parser = subparsers.add_parser("data", help="what becomes of conversations; index them ahead of a run")
+    parser = subparsers.add_parser("data", help="what becomes of conversations; index or regenerate them")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     inspect = actions.add_parser(
         "inspect",
@@ -26,7 +31,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Builds the index that a target server with the same tokenizer uses. Broken off, it goes on where "
         "it was. It lies in $SLIPSTREAM_INDEX_DIR, else in slipstream/documents of the user's cache directory.",
     )
-    for action in (inspect, index):
+    regenerate = actions.add_parser(
+        "regenerate",
+        help="let the target answer the prompts: drafters learn best from the target's own text",
+        description="Writes token rows that `data.files` can name. Broken off, it goes on where it was.",
+    )
+    for action in (inspect, index, regenerate):
         action.add_argument("sources", nargs="+", metavar="RECIPE|FILE", help="one recipe, or files with --model")
         action.add_argument(
             "--model", help="whose tokenizer: a directory, a hub name or a .gguf file; else the recipe's"
@@ -40,6 +50,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     inspect.add_argument("--document", metavar="N", help="show all tokens of this document; default: some of the first")
     index.add_argument("--split", choices=("train", "heldout"), default="train", help="default: %(default)s")
     index.add_argument("--jobs", metavar="N", help="processes that tokenize; default: by size and cores")
+    _add_sampling(regenerate)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", required=True, metavar="FILE", help="receives the answers; settings lie beside it")
+    parser.add_argument("--max-new-tokens", metavar="N", help="of an answer; default: 1024")
+    parser.add_argument("--temperature", metavar="T", help="0 is greedy, the default")
+    parser.add_argument("--top-p", metavar="P", help="default: 1")
+    parser.add_argument("--top-k", metavar="K", help="default: all tokens")
+    parser.add_argument("--seed", metavar="N", help="default: 0")
+    parser.add_argument("--batch", metavar="N", help="prompts at once; default: 16")
+    parser.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N; default: auto")
+    parser.add_argument("--threads", metavar="N", help="CPU threads")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,17 +80,16 @@ def run(args: argparse.Namespace) -> int:
         text = report.read_text(encoding="utf-8")
     if args.output == "json":
         print(text)
-    return _show_inspection(text, args) if args.action == "inspect" else _show_index(text, args)
+    return _show_inspection(text, args) if args.action == "inspect" else _show_report(text, args)
 
 
 def _run_target_server(args: argparse.Namespace, report: Path) -> int:
     from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
 
     flags = ["--report", str(report)]
-    for name in ("model", "limit", "document", "split", "jobs"):
-        value = getattr(args, name, None)
-        if value is not None:
-            flags += [f"--{name}", str(value)]
+    for name, value in vars(args).items():
+        if name in _PASSED_ON and value is not None:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
     for override in args.set:
         flags += ["--set", override]
     if args.action == "inspect":
@@ -79,11 +101,10 @@ def _run_target_server(args: argparse.Namespace, report: Path) -> int:
 
 def _sources(given: list[str]) -> list[str]:
     """The names of recipes that ship, as their paths."""
-    from recipes import recipe_names
-    from slipstream.cli.recipe_lookup import find_recipe
+    from recipes import recipe_names, recipe_path
 
     return [
-        str(find_recipe(name)) if name.removesuffix(".toml") in recipe_names() and not Path(name).exists() else name
+        str(recipe_path(name)) if name.removesuffix(".toml") in recipe_names() and not Path(name).exists() else name
         for name in given
     ]
 
@@ -102,12 +123,15 @@ def _show_inspection(text: str, args: argparse.Namespace) -> int:
     return _judge(inspection.report, strict=args.strict)
 
 
-def _show_index(text: str, args: argparse.Namespace) -> int:
+def _show_report(text: str, args: argparse.Namespace) -> int:
     from slipstream.wire.data_report import DataReport
 
     report = DataReport.model_validate_json(text)
-    if args.output == "text":
+    if args.output == "text" and args.action == "index":
         print("\n".join(report.summary_lines()))
+    elif args.output == "text":
+        print(f"{report.read:,} prompts read: {report.used:,} answered in {args.to}, {report.num_dropped:,} dropped")
+        print("".join(f"dropped {entry.in_words()}\n" for entry in report.dropped), end="")
     return _judge(report, strict=args.strict)
 
 
