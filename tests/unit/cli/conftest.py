@@ -33,23 +33,38 @@ class Answer:
 Command = Callable[..., Answer]
 
 
+@dataclass(frozen=True)
+class Served:
+    """The application, and where it answers."""
+
+    app: FastAPI
+    address: str
+
+
 @pytest.fixture(scope="session")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
-    """One for all tests: building the routes takes longer than most tests. Each test puts its own services behind."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for all tests: to start it takes longer than most tests. Each test puts its own services behind."""
     unused = Database(f"sqlite:///{tmp_path_factory.mktemp('control')}/unused.sqlite")
-    yield create_app(unused, SETTINGS)
+    app = create_app(unused, SETTINGS)
+    with serving(app) as address:
+        yield Served(app, address)
     unused.close()
 
 
 @pytest.fixture
-def desk(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """People and trainers in front of an API, which is the one that commands find."""
     clock = FakeClock()
     database = Database(f"sqlite:///{tmp_path}/control.sqlite")
-    app.state.services = build_services(database, SETTINGS, clock)
-    with serving(app) as address, httpx2.Client(base_url=address, trust_env=False) as client:
-        monkeypatch.setenv("SLIPSTREAM_API", address)
-        yield Desk(client, app.state.services, clock)
+    services = build_services(database, SETTINGS, clock)
+    # The prober stays at rest: sooner or later it would find that the targets of these tests are not there.
+    services.reconciler.start()
+    served.app.state.services = services
+    monkeypatch.setenv("SLIPSTREAM_API", served.address)
+    with httpx2.Client(base_url=served.address, trust_env=False) as client:
+        yield Desk(client, services, clock)
+    services.feed.close()
+    services.reconciler.stop()
     database.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_api.store import runs, targets
+from slipstream import control_client
 from slipstream.run_spec.spec import RunSpec
 from slipstream.run_spec.states import VERB_TABLE, RunState, Verb, Verdict
 from tests.fakes.control_plane import SPEC, Desk, checkpoint, record, report
@@ -139,16 +140,17 @@ def test_ls_of_nothing(desk: Desk, slipstream: Command) -> None:
     assert json.loads(slipstream("run", "ls", "-o", "json").out) == {"runs": []}
 
 
-def test_ls_reads_all_pages(desk: Desk, slipstream: Command) -> None:
+def test_ls_reads_all_pages(desk: Desk, slipstream: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_client, "_PAGE", 4)
     desk.target()
     with desk.services.database.write() as session:
         spec = RunSpec.model_validate(SPEC).model_dump(mode="json")
         target = targets.find(session, "local")
         assert target is not None
-        for number in range(203):
+        for number in range(11):
             runs.create(session, spec=spec | {"name": f"r{number}"}, target=target, note="", now=1.0)
     found = json.loads(slipstream("run", "ls", "-o", "json").out)["runs"]
-    assert [one["name"] for one in found] == [f"r{number}" for number in range(203)]
+    assert [one["name"] for one in found] == [f"r{number}" for number in range(11)]
 
 
 def test_get(desk: Desk, slipstream: Command) -> None:
@@ -265,7 +267,7 @@ def test_an_illegal_verb_names_what_is_possible(desk: Desk, slipstream: Command)
 
 def test_wait_until_paused(desk: Desk, slipstream: Command) -> None:
     assignment = desk.running()
-    agent = threading.Thread(target=follow_desired_state, args=(desk, assignment))
+    agent = threading.Thread(target=follow_desired_state, args=(desk, assignment), daemon=True)
     agent.start()
     answer = slipstream("run", "pause", "demo", "--wait")
     agent.join(30)
@@ -306,7 +308,7 @@ def test_waiting_for_a_run_that_fails(desk: Desk, slipstream: Command) -> None:
         ended = {"child": 1, "message": "It broke.", "will_restart": False}
         desk.beat(report=report(assignment, "FAILED", exit=ended))
 
-    agent = threading.Thread(target=fail)
+    agent = threading.Thread(target=fail, daemon=True)
     agent.start()
     answer = slipstream("run", "stop", "demo", "--wait")
     agent.join(30)
