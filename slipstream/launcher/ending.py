@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slipstream.launcher.home import Home
-from slipstream.launcher.liveness import Handle, holders, is_held, marked, open_handles
+from slipstream.launcher.home import Home, is_held
+from slipstream.launcher.liveness import Handle, holders, marked, open_handles
 from slipstream.launcher.stack import API, TARGET
 
 _GRACE_SECONDS = {TARGET: 45.0, API: 20.0}

@@ -198,7 +198,11 @@ def take_over(home: Path) -> IO[bytes] | None:
 
 def is_up(home: Path) -> bool:
     """Whether a supervisor runs for this home."""
-    lock = Home(home).supervisor_lock
+    return is_held(Home(home).supervisor_lock)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process has this lock."""
     if not lock.exists():
         return False
     taken = try_lock(lock)

@@ -11,20 +11,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from slipstream.launcher.home import try_lock
-
 MARK = "SLIPSTREAM_STACK"
 """Variable that every process of a stack and its descendants have: NAME@HOME."""
-
-
-def is_held(lock: Path) -> bool:
-    """Whether the process that inherited this lock is alive."""
-    if not lock.exists():
-        return False
-    taken = try_lock(lock)
-    if taken is not None:
-        taken.close()
-    return taken is None
 
 
 def holders(lock: Path) -> list[int]:

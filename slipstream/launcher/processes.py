@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from slipstream.launcher.home import ProcessState, ProcessStatus, try_lock
-from slipstream.launcher.liveness import MARK, Handle, holders, is_held, open_handles
+from slipstream.launcher.home import ProcessState, ProcessStatus, is_held, try_lock
+from slipstream.launcher.liveness import MARK, Handle, holders, open_handles
 from slipstream.launcher.programs import Program
 
 _TAIL_LINES = 8

@@ -12,8 +12,8 @@ from typing import IO
 
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.ending import end_in_order, end_strays, found_alive
-from slipstream.launcher.home import Home, SupervisorState, locked, read_supervisor, take_over
-from slipstream.launcher.liveness import holders, is_held, marked, open_handles
+from slipstream.launcher.home import Home, SupervisorState, is_held, locked, read_supervisor, take_over
+from slipstream.launcher.liveness import holders, marked, open_handles
 from slipstream.launcher.planning import with_addresses
 from slipstream.launcher.processes import log_tail
 from slipstream.launcher.stack import Stack, read_stack, write_stack

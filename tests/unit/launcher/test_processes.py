@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.launcher.ending import Leftover, end_in_order, end_strays, found_alive
-from slipstream.launcher.home import Home
-from slipstream.launcher.liveness import Handle, holders, is_held, marked
+from slipstream.launcher.home import Home, is_held
+from slipstream.launcher.liveness import Handle, holders, marked
 from slipstream.launcher.processes import RestartPolicy, SupervisedProcess
 from slipstream.launcher.programs import Program
 
