@@ -81,8 +81,16 @@ def exit_status(process: subprocess.Popen[bytes]) -> int:
 
 def one_gpu() -> dict[str, str]:
     """Environment in which a child sees only the first of the GPUs that this process sees."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    return {"CUDA_VISIBLE_DEVICES": first}
+    return {"CUDA_VISIBLE_DEVICES": visible_gpu(0)}
+
+
+def visible_gpu(index: int, environment: Mapping[str, str] = os.environ) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a child that shall see only this one of the GPUs that this process sees."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    # One that is not in the list stays hidden.
+    return dict(enumerate(name.strip() for name in visible.split(","))).get(index, "")
 
 
 @contextmanager

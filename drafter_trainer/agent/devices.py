@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.child_processes import visible_gpu
 from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import TorchFacts, probe_torch
 from slipstream.run_spec.reasons import Reason
@@ -30,8 +31,7 @@ class TrainerDevice:
         """What makes a training process see this device alone."""
         if not self.is_cuda:
             return {"CUDA_VISIBLE_DEVICES": ""}
-        visible = [one.strip() for one in own.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-        return {"CUDA_VISIBLE_DEVICES": visible[self.index] if self.index < len(visible) else str(self.index)}
+        return {"CUDA_VISIBLE_DEVICES": visible_gpu(self.index, own)}
 
     def as_json(self) -> dict[str, Any]:
         """For the registration."""

@@ -1,6 +1,5 @@
 """From what a command line said, and what the machine has, to a stack; nothing is started, nothing is written."""
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,13 +228,6 @@ def with_addresses(stack: Stack, before: Stack | None, is_ours: Callable[[str], 
             remedy="Give them different ports with --listen and --target-listen.",
         )
     return stack.model_copy(update={"api": api, "target": target})
-
-
-def visible_gpu(device: str) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a process that shall see only this one, `cuda` or `cuda:N`."""
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    index = _index(device) or 0
-    return visible[index] if index < len(visible) else str(index)
 
 
 def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec | None) -> Stack:

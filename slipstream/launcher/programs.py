@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
+from slipstream.child_processes import visible_gpu
 from slipstream.launcher.home import Home
-from slipstream.launcher.planning import visible_gpu
 from slipstream.launcher.stack import API, TARGET, Stack, TargetPart, TrainerPart
 from slipstream.listen import ListenAddress
 
@@ -72,8 +72,8 @@ def _target(stack: Stack, target: TargetPart, home: Home) -> Program:
     if _is_confined(stack, target.address):
         arguments += _repeated("--data-root", stack.data_roots)
     # It knows a GPU only as `cuda`: it is shown the one that is meant.
-    device, _, _ = target.device.partition(":")
-    seen = {"CUDA_VISIBLE_DEVICES": visible_gpu(target.device)} if device == "cuda" else {}
+    device, _, number = target.device.partition(":")
+    seen = {"CUDA_VISIBLE_DEVICES": visible_gpu(int(number or 0))} if device == "cuda" else {}
     return _program(TARGET, "target_server", [*arguments, "--device", device], stack, home, seen)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.child_processes import one_gpu
+from slipstream.child_processes import one_gpu, visible_gpu
 from slipstream.cli.commands.demo import MARKER, prepare_directory
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
 from slipstream.errors import SlipstreamError
@@ -69,6 +69,11 @@ def test_children_see_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | No
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert one_gpu() == {"CUDA_VISIBLE_DEVICES": first}
+
+
+@pytest.mark.parametrize(("visible", "second"), [(None, "1"), ("4, 6", "6"), ("4", ""), ("", "")])
+def test_gpus_are_counted_among_the_visible_ones(visible: str | None, second: str) -> None:
+    assert visible_gpu(1, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == second
 
 
 def evaluation(accepted: float | None, ratio: float | None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from slipstream.launcher.planning import (
     differences,
     place,
     plan_stack,
-    visible_gpu,
     with_addresses,
 )
 from slipstream.launcher.stack import Stack
@@ -210,10 +209,3 @@ def test_two_services_have_two_ports() -> None:
     with pytest.raises(SlipstreamError, match="would both listen on port") as refused:
         with_addresses(both, None, lambda _name: False)
     assert refused.value.reason is Reason.PORT_IN_USE
-
-
-def test_gpus_are_counted_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [visible_gpu("cuda"), visible_gpu("cuda:3")] == ["0", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
-    assert [visible_gpu("cuda"), visible_gpu("cuda:1")] == ["4", "6"]
