@@ -17,8 +17,8 @@ from slipstream.control_client import ControlClient, FeedMessage
 from tests.conftest import ROOT
 
 PROJECT = "slipstream-test"
-STEPS = 120
-EVERY = 10
+STEPS = 80
+EVERY = 5
 PATIENCE = 300.0
 
 
@@ -101,12 +101,12 @@ def test_a_run_survives_stop_and_down(running: Stack) -> None:
         recipe = next(each for each in client.get("/v1/recipes")["recipes"] if each["name"] == "demo-smollm2-135m")
         run = client.post("/v1/runs", {"recipe": recipe["text"], "overrides": overrides})["name"]
         feed = client.feed(run, patience=PATIENCE)
-        until_step(feed, 15)
+        until_step(feed, 8)
 
         running("compose", "stop")
         running("compose", "start")
         running("ready")
-        until_step(feed, 50)
+        until_step(feed, 30)
 
         running("down")
         running("up")
