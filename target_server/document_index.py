@@ -12,18 +12,16 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -33,18 +31,13 @@ from target_server.data_files import unreadable
 from target_server.document_table import (
     COLUMNS,
     DOCUMENTS_FILE,
-    ID_END,
     ID_HASH,
-    IDS_FILE,
     PLACE,
     ROW_TYPE,
-    TOKEN_TYPE,
-    TOKENS_END,
-    TOKENS_FILE,
     DocumentTable,
-    EncodedDocuments,
     split_place,
 )
+from target_server.index_writer import IndexWriter, Progress, file_sizes, write_atomically
 from target_server.record_encoder import Block, EncodingSettings, encode_blocks
 from target_server.record_files import Position, Record, SourceFile, read_records
 
@@ -52,31 +45,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = "slipstream.documents.v1"
-_COMMIT_BYTES = 64 * 2**20
-_COMMIT_SECONDS = 10.0
 _PROGRESS_SECONDS = 5.0
 _BLOCK_RECORDS = 512
 _BLOCK_BYTES = 4 * 2**20
 _MIN_SAMPLES_TO_REFUSE = 4
 
 _logger = logging.getLogger(__name__)
-
-
-class _Progress(BaseModel):
-    """How far a build has come."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    report: DataReport
-    file: int = 0
-    """The file that is read."""
-    record: int = 0
-    offset: int = 0
-    kept_before: int = 0
-    """Conversations of earlier files that belong to either split."""
-    documents: int = 0
-    tokens: int = 0
-    id_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,37 +120,24 @@ def _lock(path: Path) -> Iterator[None]:
 def _published_report(directory: Path) -> DataReport | None:
     """The report of a complete index; None where there is none, or its files are not as long as they were."""
     try:
-        progress = _Progress.model_validate_json((directory / "index.json").read_bytes())
+        progress = Progress.model_validate_json((directory / "index.json").read_bytes())
     except FileNotFoundError:
         return None
-    sizes = {name: (directory / name).stat().st_size for name in _sizes(progress) if (directory / name).exists()}
-    if sizes != _sizes(progress):
+    sizes = {name: (directory / name).stat().st_size for name in file_sizes(progress) if (directory / name).exists()}
+    if sizes != file_sizes(progress):
         log_event(_logger, "warning", "index_damaged", directory=str(directory), remedy="it is built again")
         return None
     return progress.report
-
-
-def _sizes(progress: _Progress) -> dict[str, int]:
-    return {
-        TOKENS_FILE: progress.tokens * TOKEN_TYPE.itemsize,
-        IDS_FILE: progress.id_bytes,
-        DOCUMENTS_FILE: progress.documents * COLUMNS * ROW_TYPE.itemsize,
-    }
 
 
 def _build(directory: Path, source: IndexSource, jobs: int) -> DataReport:
     unfinished = directory.with_name(directory.name + ".building")
     shutil.rmtree(directory, ignore_errors=True)  # damaged
     unfinished.mkdir(exist_ok=True)
-    try:
-        with _Writer(unfinished, source.settings) as writer:
-            _fill(writer, source, jobs)
-            progress = _finished(writer.commit(), unfinished, source)
-    except SlipstreamError as refused:
-        if refused.reason is not Reason.DISK_FULL:
-            shutil.rmtree(unfinished)  # going on from there would end the same way
-        raise
-    _write_atomically(unfinished / "index.json", progress.model_dump_json())
+    with IndexWriter(unfinished, source.settings.split) as writer:
+        _fill(writer, source, jobs)
+        progress = _finished(writer.commit(), unfinished, source)
+    write_atomically(unfinished / "index.json", progress.model_dump_json())
     (unfinished / "progress.json").unlink()
     unfinished.rename(directory)
     log_event(
@@ -185,7 +146,7 @@ def _build(directory: Path, source: IndexSource, jobs: int) -> DataReport:
     return progress.report
 
 
-def _fill(writer: "_Writer", source: IndexSource, jobs: int) -> None:
+def _fill(writer: IndexWriter, source: IndexSource, jobs: int) -> None:
     begun = writer.progress
     pace = _Pace(source.files, begun)
     blocks = _blocks(source.files, begun)
@@ -198,7 +159,7 @@ def _fill(writer: "_Writer", source: IndexSource, jobs: int) -> None:
     writer.next_file(len(source.files), source.files)
 
 
-def _blocks(files: Sequence[SourceFile], begun: _Progress) -> Iterator[Block]:
+def _blocks(files: Sequence[SourceFile], begun: Progress) -> Iterator[Block]:
     for number in range(begun.file, len(files)):
         start = Position(begun.record, begun.offset) if number == begun.file else Position()
         file = files[number]
@@ -216,89 +177,7 @@ def _blocks(files: Sequence[SourceFile], begun: _Progress) -> Iterator[Block]:
             yield Block(number, file.printable_name, records)
 
 
-class _Writer:
-    """Appends to the files of an index, from where an earlier process had come."""
-
-    def __init__(self, directory: Path, settings: EncodingSettings) -> None:
-        self._directory = directory
-        self._split = settings.split
-        self._open_files = ExitStack()
-        try:
-            saved = (directory / "progress.json").read_bytes()
-            self.progress = _Progress.model_validate_json(saved)
-            log_event(_logger, "info", "index_resumed", documents=self.progress.documents, tokens=self.progress.tokens)
-        except FileNotFoundError:
-            self.progress = _Progress(report=ReportBuilder().build(settings.split))
-        self.report = ReportBuilder()
-        self.report.add(self.progress.report)
-        self._uncommitted = 0
-        self._committed_at = time.monotonic()
-
-    def __enter__(self) -> "_Writer":
-        self._files = {name: self._opened(name, size) for name, size in _sizes(self.progress).items()}
-        return self
-
-    def _opened(self, name: str, size: int) -> IO[bytes]:
-        path = self._directory / name
-        path.touch()
-        file = self._open_files.enter_context(path.open("r+b"))
-        file.truncate(size)
-        file.seek(size)
-        return file
-
-    def __exit__(self, *_: object) -> None:
-        with _disk_full_in_words(self._directory):
-            self._open_files.close()
-
-    def next_file(self, number: int, files: Sequence[SourceFile]) -> None:
-        """Note the files up to `number` that gave nothing."""
-        while self.progress.file < number:
-            kept = self.report.used + self.report.other_split
-            if kept == self.progress.kept_before:
-                self.report.note(Finding.FILE_GAVE_NOTHING, files[self.progress.file].printable_name)
-            self.progress = self.progress.model_copy(
-                update={"file": self.progress.file + 1, "record": 0, "offset": 0, "kept_before": kept}
-            )
-
-    def append(self, block: Block, documents: EncodedDocuments, report: DataReport) -> None:
-        """Write a block's documents; they count from the next commit on."""
-        self.report.add(report)
-        rows = documents.rows.copy()
-        rows[:, TOKENS_END] += self.progress.tokens
-        rows[:, ID_END] += self.progress.id_bytes
-        with _disk_full_in_words(self._directory):
-            self._files[TOKENS_FILE].write(documents.tokens.data)
-            self._files[IDS_FILE].write(documents.ids)
-            self._files[DOCUMENTS_FILE].write(rows.tobytes())
-        self.progress = self.progress.model_copy(
-            update={
-                "record": block.end.record,
-                "offset": block.end.offset,
-                "documents": self.progress.documents + len(rows),
-                "tokens": self.progress.tokens + len(documents.tokens),
-                "id_bytes": self.progress.id_bytes + len(documents.ids),
-            }
-        )
-        self._uncommitted += documents.tokens.nbytes
-
-    def commit_is_due(self) -> bool:
-        """Whether as much was written, or so much time went by, as may be lost."""
-        waited = time.monotonic() - self._committed_at
-        return self._uncommitted >= _COMMIT_BYTES or waited >= _COMMIT_SECONDS
-
-    def commit(self) -> _Progress:
-        """Make what was written last; returns how far it goes."""
-        self.progress = self.progress.model_copy(update={"report": self.report.build(self._split)})
-        with _disk_full_in_words(self._directory):
-            for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-            _write_atomically(self._directory / "progress.json", self.progress.model_dump_json())
-        self._uncommitted, self._committed_at = 0, time.monotonic()
-        return self.progress
-
-
-def _finished(progress: _Progress, directory: Path, source: IndexSource) -> _Progress:
+def _finished(progress: Progress, directory: Path, source: IndexSource) -> Progress:
     """The last account; refuses what nobody could train on."""
     report = progress.report
     if report.used + report.other_split == 0:
@@ -344,7 +223,7 @@ def refuse_wrong_masks(report: DataReport) -> None:
 class _Pace:
     """Says now and then how far a build is and when it will be done."""
 
-    def __init__(self, files: Sequence[SourceFile], begun: _Progress) -> None:
+    def __init__(self, files: Sequence[SourceFile], begun: Progress) -> None:
         self._before = [0]
         for file in files:
             self._before.append(self._before[-1] + file.path.stat().st_size)
@@ -365,31 +244,6 @@ class _Pace:
             mb_per_second=round(speed / 1e6, 1), minutes_left=round((total - done) / max(speed, 1.0) / 60, 1),
             read=report.read, used=report.used, tokens=report.tokens, dropped=report.num_dropped,
         )  # fmt: skip
-
-
-@contextmanager
-def _disk_full_in_words(directory: Path) -> Iterator[None]:
-    import errno
-
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise SlipstreamError(
-            f"The disk of {directory} is full.",
-            reason=Reason.DISK_FULL,
-            remedy="Make room and start again: what was built is kept. $SLIPSTREAM_INDEX_DIR names another place.",
-        ) from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _nothing_usable(files: Sequence[SourceFile], report: DataReport) -> SlipstreamError:

@@ -15,12 +15,12 @@ from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 # written is not committed.
 STOPS_IN_THE_MIDDLE = """
 import sys, threading
-from target_server import document_index
+from target_server import index_writer
 from target_server.cli import run_command
-from target_server.document_index import _Writer
+from target_server.index_writer import IndexWriter
 
-document_index._COMMIT_BYTES = 1
-commit, append = _Writer.commit, _Writer.append
+index_writer.COMMIT_BYTES = 1
+commit, append = IndexWriter.commit, IndexWriter.append
 commits = []
 
 def counted(self):
@@ -35,7 +35,7 @@ def stopping(self, block, documents, report):
         print(f"in the middle: {commits[-1].documents} documents", flush=True)
         threading.Event().wait()
 
-_Writer.commit, _Writer.append = counted, stopping
+IndexWriter.commit, IndexWriter.append = counted, stopping
 run_command(sys.argv[1:])
 """
 
