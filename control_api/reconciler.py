@@ -28,7 +28,7 @@ class Reconciler(BackgroundThread):
         self._database = database
         self._settings = settings
         self._clock = clock
-        self._started_at = clock()
+        self._listens_since = self._looked_at = clock()
         database.add_listener(lambda _runs: self.wake())
 
     def is_lost(self, trainer: Trainer, now: float) -> bool:
@@ -37,7 +37,19 @@ class Reconciler(BackgroundThread):
 
     def silent_seconds(self, trainer: Trainer, now: float) -> float:
         """Since its last heartbeat that could have been heard: a control plane that was away hears nothing."""
-        return now - max(trainer.last_seen_at, self._started_at)
+        if self._was_away(now):
+            return 0.0
+        # What lies in the future was noted before the clock was set back.
+        heard_at = trainer.last_seen_at if trainer.last_seen_at <= now else 0.0
+        return now - max(heard_at, self._listens_since)
+
+    def _was_away(self, now: float) -> bool:
+        """Whether too long no pass over the runs has come to its end.
+
+        This process stood still, or the machine slept, or the database could not be written; or the clock was set. In
+        all of these nothing was heard, or nobody knows for how long.
+        """
+        return not 0.0 <= now - self._looked_at <= self._settings.trainer_timeout / 2
 
     def reconcile(self) -> None:
         """One pass over all runs.
@@ -46,10 +58,13 @@ class Reconciler(BackgroundThread):
             SlipstreamError: the database cannot be used now.
         """
         now = self._clock()
+        if self._was_away(now):
+            self._listens_since = now
         with self._database.write() as session:
             answers.forget_old(session, now=now)
             for run in runs.unsettled(session):
                 self._reconcile_run(session, run, now)
+        self._looked_at = now
 
     def _reconcile_run(self, session: Session, run: Run, now: float) -> None:
         self._end_what_is_over(session, run, now)

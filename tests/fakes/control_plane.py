@@ -1,6 +1,7 @@
 """A person and trainer agents in front of a control API: requests in one line, and a clock to turn."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from control_api.dependencies import Services
@@ -20,12 +21,20 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
+        self.on_tick: Callable[[], None] = lambda: None
 
     def __call__(self) -> float:
         return self.now
 
     def forward(self, seconds: float) -> None:
         """Let time pass."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 5.0, until)
+            self.on_tick()
+
+    def jump(self, seconds: float) -> None:
+        """Time passes, or the clock is set, and nothing happens meanwhile."""
         self.now += seconds
 
 
@@ -60,6 +69,7 @@ class Desk:
         self.client = client
         self.services = services
         self.clock = clock
+        clock.on_tick = self.reconcile
 
     def target(self, name: str = "local", status: str = "REACHABLE") -> None:
         """A registered target that has been probed with this result."""

@@ -68,8 +68,8 @@ def test_attach_refused(client: TestClient, desk: Desk, trainer: str, run: str, 
 
 def test_attaching_or_detaching_who_cannot_be(client: TestClient, desk: Desk) -> None:
     desk.target()
-    desk.run()
     desk.trainer()
     assert_problem(client.post("/v1/trainers/t1:detach"), 409, "TRAINER_IDLE")
     desk.clock.forward(16)
+    desk.run()
     assert_problem(client.post("/v1/trainers/t1:attach", json={"run": "demo"}), 409, "TRAINER_LOST")

@@ -33,6 +33,8 @@ def put(desk: Desk, services: Services, state: RunState, trainer: str) -> None:
     else:
         work = desk.running()
         desk.beat("t1", report(work, "PAUSED" if state is RunState.PAUSED else "RUNNING"))
+    if trainer == "lost":
+        desk.clock.forward(16)
     with services.database.write() as session:
         row = runs.find(session, "demo")
         assert row is not None
@@ -42,8 +44,6 @@ def put(desk: Desk, services: Services, state: RunState, trainer: str) -> None:
             session.flush()
             session.expire(row, ["assignments"])
         runs.move(session, row, state, runs.Cause("test"), now=desk.clock())
-    if trainer == "lost":
-        desk.clock.forward(16)
     if state not in (RunState.PENDING, *ACTIVE):
         desk.reconcile()  # whoever held it is free
 
