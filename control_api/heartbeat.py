@@ -39,6 +39,7 @@ def describe(session: Session, assignment: Assignment) -> AssignmentPublic:
     return AssignmentPublic(
         id=assignment.id,
         run=run.name,
+        run_uid=run.uid,
         attempt=assignment.attempt,
         desired_state=DesiredState.STOPPED if assignment.detach else DesiredState(run.desired_state),
         directory=run.directory,
@@ -51,7 +52,7 @@ def describe(session: Session, assignment: Assignment) -> AssignmentPublic:
 
 def _take(session: Session, trainer: Trainer, report: AssignmentReport, now: float) -> Acknowledged | None:
     assignment = trainers.assignment_of(session, trainer, report.assignment)
-    if assignment is None:
+    if assignment is None or report.run_uid not in (None, assignment.run.uid):
         return None
     run = assignment.run
     next_index = _keep_records(session, trainer, run, report, now)

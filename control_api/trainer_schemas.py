@@ -159,6 +159,8 @@ class AssignmentReport(Body):
     """What a trainer says about the assignment it works on."""
 
     assignment: Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+    run_uid: ShortText | None = None
+    """As it was assigned: the numbers of another database are those of other runs."""
     state: ObservedState
     progress: ReportedProgress | None = None
     target_unreachable: bool = False
@@ -200,6 +202,8 @@ class Assignment(Resource):
 
     id: int
     run: str
+    run_uid: str | None
+    """Of this run alone; the trainer writes it into the run's directory, and touches none of another run."""
     attempt: int
     """Counts the assignments of the run from 1; names the directory of its logs."""
     desired_state: DesiredState

@@ -2,7 +2,7 @@
 
     runs/<name>/{metrics.jsonl, spec.json, owner.json, owner.lock, checkpoints/{step-00000042/…, latest}}
 
-An agent adds definition.json, with which it starts the trainer, and logs/attempt-0001.log.
+An agent adds definition.json, with which it starts the trainer, logs/attempt-0001.log, and run-uid: whose it all is.
 
 `owner.json` names the newest incarnation of the run that has begun here. Every write happens under a file lock that is
 only given to that incarnation, so two trainers that claim one run never both write, even while the target is down.

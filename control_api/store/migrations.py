@@ -14,6 +14,7 @@ _STATEMENTS: Mapping[int, tuple[str, ...]] = {
         "INSERT INTO subscriptions (target_id, run_id, name) "
         "SELECT target_id, id, 'subscriptions/' || directory FROM runs",
     ),
+    5: ("ALTER TABLE runs ADD COLUMN uid TEXT",),
 }
 """What each version changed on tables that were there before; tables that are missing are made first."""
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from sqlalchemy import delete as delete_rows
 from sqlalchemy import exists, select
@@ -29,6 +30,7 @@ def create(session: Session, *, spec: dict[str, Any], target: Target, note: str,
     run = Run(
         name=name,
         directory=_new_directory(session, name),
+        uid=uuid4().hex,
         target=target,
         spec=spec,
         note=note,

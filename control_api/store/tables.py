@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -45,6 +45,8 @@ class Run(Table):
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(String, unique=True)
     directory: Mapped[str] = mapped_column(String, unique=True)
+    uid: Mapped[str | None]
+    """Unlike names and numbers it is no other run's, not even in another database; None for a run of schema 4."""
     target_id: Mapped[int] = mapped_column(ForeignKey("targets.id"))
     spec: Mapped[dict[str, Any]]
     note: Mapped[str] = mapped_column(default="")

@@ -15,6 +15,8 @@ class Assignment:
 
     id: int
     run: str
+    run_uid: str | None
+    """No other run's, whatever database the control API has; None: that of an older control API."""
     attempt: int
     desired_state: DesiredState
     directory: str
@@ -28,6 +30,11 @@ class Assignment:
     next_log_line: int
     """The line of the attempt's log to send next."""
 
+    @property
+    def key(self) -> tuple[int, str | None]:
+        """What makes it the same one: a control API with a new database counts from 1 again."""
+        return self.id, self.run_uid
+
     @classmethod
     def from_answer(cls, fields: Mapping[str, Any]) -> Self:
         """Read `assignment` of an answer; keys that are not known here are of a newer control API.
@@ -39,6 +46,7 @@ class Assignment:
             return cls(
                 id=fields["id"],
                 run=fields["run"],
+                run_uid=fields.get("run_uid"),
                 attempt=fields["attempt"],
                 desired_state=DesiredState(fields["desired_state"]),
                 directory=_directory_name(fields["directory"]),

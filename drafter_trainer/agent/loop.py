@@ -157,23 +157,23 @@ class Agent:
         fields = answer.get("assignment")
         named = Assignment.from_answer(fields) if fields is not None else None
         self._interval = float(answer.get("heartbeat_seconds", self._interval))
-        done: int | None = None
+        done: tuple[int, str | None] | None = None
         if self._work is not None:
-            work, done = self._work, self._work.assignment.id
+            work, done = self._work, self._work.assignment.key
             heard_before = work.reporter.heard_state
             work.reporter.answered(answer.get("acknowledged"))
             if work.reporter.heard_state != heard_before:
                 log_event(_log, "info", "reported", run=work.assignment.run, state=work.reporter.heard_state)
-            if named is not None and named.id == done:
+            if named is not None and named.key == done:
                 work.assignment = named
             else:
                 work.is_retired = True
             if work.reporter.has_more:
                 self._next_beat = 0.0
             if work.is_over:
-                log_event(_log, "info", "assignment_over", run=work.assignment.run, assignment=done)
+                log_event(_log, "info", "assignment_over", run=work.assignment.run, assignment=done[0])
                 self._work = None
-        if self._work is None and named is not None and named.id != done:
+        if self._work is None and named is not None and named.key != done:
             log_event(_log, "info", "assignment", run=named.run, attempt=named.attempt, desired=named.desired_state)
             self._work = Work(named, self._place)
 

@@ -42,7 +42,7 @@ class Reporter:
     """Builds the reports of one assignment."""
 
     def __init__(self, assignment: Assignment, files: RunFiles) -> None:
-        self._assignment = assignment.id
+        self._assignment = assignment
         self._files = files
         self._next_metric = assignment.next_metric_index
         self._next_line = assignment.next_log_line
@@ -74,7 +74,8 @@ class Reporter:
         """
         metrics = self._files.metrics(self._next_metric)
         report: dict[str, Any] = {
-            "assignment": self._assignment,
+            "assignment": self._assignment.id,
+            "run_uid": self._assignment.run_uid,
             "target_unreachable": standing.target_unreachable,
             "events": self._events[:_MAX_EVENTS],
             "checkpoints": None,

@@ -14,6 +14,7 @@ from drafter_trainer.agent.devices import TrainerDevice
 from drafter_trainer.agent.reports import Reporter, Standing, exit_report
 from drafter_trainer.agent.restarts import RESTARTS, Failure, Restarts, explain
 from drafter_trainer.agent.run_files import RunFiles
+from drafter_trainer.agent.run_mark import is_of_another_run, mark
 from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.device import resolve_device
@@ -44,7 +45,10 @@ class Work:
         self.assignment = assignment
         """As the control API named it last."""
         self._place = place
-        self._files = RunFiles(place.runs / assignment.directory, assignment.attempt)
+        self._directory = place.runs / assignment.directory
+        # Nothing that another run has left is reported as this one's.
+        is_ours = not is_of_another_run(self._directory, assignment.run_uid)
+        self._files = RunFiles(self._directory if is_ours else self._directory / ".none", assignment.attempt)
         self._restarts = Restarts(self._files.newest_checkpoint())
         self._outcome: str | None = None
         self._exit: dict[str, Any] | None = None
@@ -164,7 +168,8 @@ class Work:
         Raises:
             SlipstreamError: this trainer cannot train the run.
         """
-        directory = self._files.directory
+        directory = self._directory
+        mark(directory, self.assignment.run_uid)
         resolve_device(parse_spec(self.assignment.spec).train, self._place.device.is_cuda)
         definition = directory / "definition.json"
         with disk_errors_in_words(directory, flag="--runs"):

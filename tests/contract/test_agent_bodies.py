@@ -20,6 +20,7 @@ from tests.fakes.control_plane import SPEC, record
 ASSIGNMENT = api.Assignment(
     id=17,
     run="demo",
+    run_uid="5a",
     attempt=1,
     desired_state=DesiredState.RUNNING,
     directory="demo",

@@ -39,6 +39,7 @@ def assignment(state: str = "RUNNING", **changes: object) -> Assignment:
     fields = {
         "id": 17,
         "run": "demo",
+        "run_uid": "5a",
         "attempt": 2,
         "desired_state": DesiredState(state),
         "directory": "demo",

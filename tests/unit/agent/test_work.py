@@ -232,3 +232,33 @@ def test_a_directory_that_is_a_file(bench: Bench) -> None:
     bench.advance()
     assert bench.work.standing.state == "FAILED"
     assert dict(bench.work.standing.exit or {})["reason"] == "PATH_NOT_ALLOWED"
+
+
+LEFT_BEHIND = {"step": 5, "incarnation": 1}
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["of another database", "started by hand"])
+def test_what_another_run_has_left_is_neither_reported_nor_continued(bench: Bench, marked: bool) -> None:
+    save_checkpoint(bench, 5)
+    (bench.run / "metrics.jsonl").write_text(json.dumps(LEFT_BEHIND) + "\n")
+    if marked:
+        (bench.run / "run-uid").write_text("77\n")
+    before = sorted(bench.run.rglob("*"))
+    work = Work(assignment(), bench.place())
+    first = work.reporter.build(work.standing)
+    assert (first["checkpoints"], "metrics" in first, "progress" in first) == ([], False, False)
+    work.advance(bench.now, leaving=False)
+    last = work.reporter.build(work.standing)
+    assert (last["state"], last["exit"]["reason"]) == ("FAILED", "NAME_TAKEN")
+    assert f"echo 5a > {bench.run / 'run-uid'}" in last["exit"]["remedy"]
+    assert sorted(bench.run.rglob("*")) == before, "nothing of it is touched"
+
+
+def test_what_the_run_itself_has_left_is_continued(bench: Bench) -> None:
+    bench.child("line.ended('stopped')")
+    bench.until(lambda: bench.work.child is None and (bench.run / "run-uid").exists())
+    save_checkpoint(bench, 5)
+    work = Work(assignment(id=18), bench.place())
+    assert work.reporter.build(work.standing)["checkpoints"][0]["step"] == 5
+    other = Work(assignment(id=1, run_uid="77"), bench.place())
+    assert other.reporter.build(other.standing)["checkpoints"] == []

@@ -85,3 +85,14 @@ def test_deleted_while_an_agent_still_reports(client: TestClient, desk: Desk) ->
     assert client.delete("/v1/runs/demo").status_code == 204
     answer = desk.beat("t1", report(work, "SUCCEEDED"))
     assert (answer["acknowledged"], answer["assignment"]) == (None, None)
+
+
+def test_the_numbers_of_another_database_are_those_of_other_runs(desk: Desk) -> None:
+    work = desk.running()
+    mine = desk.beat("t1", report(work, "RUNNING"))["assignment"]["run_uid"]
+    batch = {"first_index": 0, "records": [record(0)]}
+    answer = desk.beat("t1", report(work, "SUCCEEDED", metrics=batch, run_uid="77"))
+    assert answer["acknowledged"] is None and desk.state() == "RUNNING"
+    assert desk.get("runs/demo/metrics")["metrics"] == []
+    assert desk.beat("t1", report(work, "SUCCEEDED", metrics=batch, run_uid=mine))["acknowledged"] is not None
+    assert desk.state() == "SUCCEEDED"

@@ -25,6 +25,7 @@ INSERT INTO trainers (id, name, instance_id, protocol_version, host, storage, de
 INSERT INTO assignments (id, run_id, trainer_id, attempt, created_at, detach, target_unreachable, restarting)
     VALUES (5, 7, 1, 1, 1.0, 0, 0, 0);
 """
+SINCE_VERSION_4 = "INSERT INTO subscriptions (target_id, run_id, name) VALUES (1, 7, 'subscriptions/demo.2');"
 
 
 def shape(path: Path) -> dict[str, set[Any]]:
@@ -48,6 +49,7 @@ def test_from_an_older_version(tmp_path: Path, version: int) -> None:
     path = tmp_path / "old.sqlite"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript((SCHEMAS / f"version_{version}.sql").read_text() + CONTENT)
+        connection.executescript(SINCE_VERSION_4 if version >= 4 else "")
         connection.execute(f"PRAGMA user_version = {version}")
     for _ in range(2):  # the second time there is nothing to do
         database = Database(f"sqlite:///{path}")
