@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from slipstream.cli.exit_status import DETACHED
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import (
     Home,
@@ -24,8 +25,6 @@ from slipstream.launcher.stack import ServicePart, Stack, read_stack, write_stac
 from slipstream.launcher.supervisor import Supervisor
 from slipstream.listen import ListenAddress, read_token
 from slipstream.run_spec.reasons import Reason
-
-_INTERRUPTED = 130
 
 
 def bring_up(args: argparse.Namespace) -> int:
@@ -122,7 +121,7 @@ def _detach(args: argparse.Namespace, home: Path, lock: IO[bytes]) -> int:
         state = wait_until_ready(supervisor, home, _say)
     except KeyboardInterrupt:
         _say(f"the stack goes on coming up in the background; `slipstream down{_flags(args)}` stops it")
-        return _INTERRUPTED
+        return DETACHED
     _announce(args, home, state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")
     return 0
 

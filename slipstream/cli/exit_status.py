@@ -7,4 +7,4 @@ RUN_FAILED = 20
 RUN_STOPPED = 21
 """The run that was watched was stopped, and can be resumed."""
 DETACHED = 130
-"""Ctrl-C: what was watched goes on."""
+"""Ctrl-C: what was watched, or comes up in the background, goes on."""

@@ -20,7 +20,7 @@ from slipstream.launcher.stack import (
 )
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
-from slipstream.packaged_model import RECIPE, given_model, packaged_model
+from slipstream.packaged_model import ON_GPU, RECIPE, given_model, packaged_model
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -253,7 +253,7 @@ def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...
     if wanted.recipe is None or wanted.model is not None:
         overrides.append(f"target.model={model.model}")
     if wanted.recipe is None and any(trainer.device != "cpu" for trainer in trainers):
-        overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
+        overrides += ON_GPU
     recipe = wanted.recipe or RECIPE
     # It is used in another directory, perhaps.
     recipe = str(Path(recipe).absolute()) if Path(recipe).exists() else recipe

@@ -16,7 +16,7 @@ from typing import Any
 import recipes
 from slipstream.child_processes import child_process, exit_status, one_gpu, sigterm_as_exit
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
-from slipstream.cli.runs.watch import AT_REST, screen_for
+from slipstream.cli.runs.watch import screen_for
 from slipstream.control_client import ControlApiUnreachableError, ControlClient, segment
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import Home, is_up, read_supervisor
@@ -25,10 +25,11 @@ from slipstream.launcher.running import RunningStack, running_stack
 from slipstream.launcher.stack import Stack
 from slipstream.listen import read_token
 from slipstream.machine_probe import probe_accelerator, usable_cores
-from slipstream.packaged_model import MODEL_PACKAGE, RECIPE, given_model, packaged_model
+from slipstream.packaged_model import MODEL_PACKAGE, ON_GPU, RECIPE, given_model, packaged_model
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.states import AT_REST
 
 MARKER = ".slipstream-demo"
 """Only a directory that holds this file is ever emptied."""
@@ -119,7 +120,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     model = given_model(args.model) if args.model else packaged_model()
     overrides = [f"target.model={model}"]
     if accelerator is not None:
-        overrides += ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
+        overrides += ON_GPU
     overrides += args.set
     recipe = args.recipe or recipes.recipe_path(RECIPE)
     wanted = Wanted(

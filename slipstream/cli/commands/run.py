@@ -5,6 +5,7 @@ import importlib
 import math
 
 from slipstream.cli.api_access import add_api_flags
+from slipstream.run_spec.states import RunState
 
 HANDLERS = {
     "create": "create:create",
@@ -20,10 +21,6 @@ HANDLERS = {
 }
 """Action → module and function that do it."""
 
-_STATES = (
-    "PENDING", "STARTING", "RUNNING", "PAUSING", "PAUSED", "STOPPING", "STOPPED", "FAILED", "SUCCEEDED",
-)  # fmt: skip
-
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
@@ -31,7 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_create(actions)
     ls = actions.add_parser("ls", help="list the runs")
-    ls.add_argument("--state", type=str.upper, choices=_STATES, metavar="STATE", help="only runs in this state")
+    ls.add_argument("--state", type=str.upper, choices=list(RunState), metavar="STATE", help="only runs in this state")
     get = _add_action(actions, "get", "one run: state, progress, conditions, history")
     get.add_argument("--spec", action="store_true", help="print its definition instead, as a recipe")
     _add_every(_add_action(actions, "watch", "follow a run until it rests; Ctrl-C leaves it alone"))

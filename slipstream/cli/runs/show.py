@@ -22,6 +22,7 @@ from slipstream.cli.display import (
 )
 from slipstream.cli.runs import figures
 from slipstream.control_client import segment
+from slipstream.run_spec.states import AT_REST
 
 _COLUMNS = (
     Column("NAME", may_wrap=True),
@@ -106,7 +107,7 @@ def _bar(fraction: float | None) -> str:
 
 def _most_interesting(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest one that is not at rest, else the newest."""
-    moving = [run for run in runs if run["state"] not in ("STOPPED", "FAILED", "SUCCEEDED")]
+    moving = [run for run in runs if run["state"] not in AT_REST]
     return (moving or runs)[-1]
 
 

@@ -16,8 +16,8 @@ from slipstream.cli.runs.watch_screens import JsonLines, LiveLine, PlainLines, S
 from slipstream.control_client import ControlClient, is_temporary, segment
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import AT_REST
 
-AT_REST = ("STOPPED", "FAILED", "SUCCEEDED")
 _STATUS = {"SUCCEEDED": 0, "FAILED": RUN_FAILED, "STOPPED": RUN_STOPPED}
 _PATIENCE_SECONDS = 120.0
 
