@@ -6,8 +6,8 @@ from pathlib import Path
 
 from drafter_trainer.agent.child import ChildSlot
 from drafter_trainer.agent.devices import find_device
-from drafter_trainer.agent.identity import check_name, default_name, open_state, storage_id
-from drafter_trainer.agent.loop import Agent, Identity
+from drafter_trainer.agent.identity import Identity, check_name, default_name, open_state, storage_id
+from drafter_trainer.agent.loop import Agent
 from drafter_trainer.agent.work import Workplace
 from slipstream.control_client import DEFAULT_ADDRESS, ControlClient
 from slipstream.listen import read_token

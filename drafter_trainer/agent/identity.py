@@ -2,21 +2,52 @@
 
 import fcntl
 import os
+import platform
 import re
 import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from drafter_trainer.agent.devices import TrainerDevice
+from slipstream import __version__
 from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.errors import SlipstreamError
+from slipstream.machine_probe import package_version
 from slipstream.run_spec.names import NAME_RULE, is_name
 from slipstream.run_spec.reasons import Reason
 
+PROTOCOL_VERSION = 1
+"""Agent and control API refuse each other when theirs differ."""
 _ID = re.compile(r"[0-9a-zA-Z._-]{1,255}")
 _STORAGE_FILE = ".storage-id"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the agent is, to the control API."""
+
+    name: str
+    instance_id: str
+    storage: str
+
+    def registration(self, device: TrainerDevice) -> dict[str, Any]:
+        """Body of a registration."""
+        return {
+            "name": self.name,
+            "instance_id": self.instance_id,
+            "protocol_version": PROTOCOL_VERSION,
+            "host": socket.gethostname()[:255] or "unknown",
+            "storage": self.storage,
+            "devices": [device.as_json()],
+            "versions": {
+                "slipstream": __version__,
+                "torch": package_version("torch") or "none",
+                "python": platform.python_version(),
+            },
+        }
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,21 @@
 """The agent's loop: say how it stands, read what is desired, bring it about, wait for the next thing to happen."""
 
 import logging
-import platform
 import random
-import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import slipstream
 from drafter_trainer.agent.assignment import Assignment
 from drafter_trainer.agent.child import Child
-from drafter_trainer.agent.devices import TrainerDevice
+from drafter_trainer.agent.identity import Identity
 from drafter_trainer.agent.signals import Signals
 from drafter_trainer.agent.work import Work, Workplace
 from slipstream.control_client import ControlApiRefusalError, ControlApiUnreachableError, ControlClient, segment
 from slipstream.errors import SlipstreamError
-from slipstream.machine_probe import package_version
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
-PROTOCOL_VERSION = 1
-"""Agent and control API refuse each other when theirs differ."""
 _HEARTBEAT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 """Between two looks at what nothing tells of: the lock of an orphan, a time that has come."""
@@ -34,31 +27,6 @@ _SAY_AGAIN_SECONDS = 30.0
 _FINAL = frozenset({Reason.NAME_TAKEN, Reason.ACCESS_DENIED, Reason.PROTOCOL_MISMATCH})
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who the agent is, to the control API."""
-
-    name: str
-    instance_id: str
-    storage: str
-
-    def registration(self, device: TrainerDevice) -> dict[str, Any]:
-        """Body of a registration."""
-        return {
-            "name": self.name,
-            "instance_id": self.instance_id,
-            "protocol_version": PROTOCOL_VERSION,
-            "host": socket.gethostname()[:255] or "unknown",
-            "storage": self.storage,
-            "devices": [device.as_json()],
-            "versions": {
-                "slipstream": slipstream.__version__,
-                "torch": package_version("torch") or "none",
-                "python": platform.python_version(),
-            },
-        }
 
 
 class Agent:

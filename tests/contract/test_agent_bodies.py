@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from control_api import trainer_schemas as api
-from drafter_trainer.agent import loop
 from drafter_trainer.agent.assignment import Assignment
 from drafter_trainer.agent.devices import TrainerDevice
+from drafter_trainer.agent.identity import PROTOCOL_VERSION, Identity
 from drafter_trainer.agent.reports import Reporter, Standing, exit_report
 from drafter_trainer.agent.restarts import Failure
 from drafter_trainer.agent.run_files import MAX_LINES, RunFiles
@@ -41,7 +41,7 @@ GARBAGE = {
 
 
 def test_versions_and_limits_agree() -> None:
-    assert loop.PROTOCOL_VERSION == api.TRAINER_PROTOCOL_VERSION
+    assert PROTOCOL_VERSION == api.TRAINER_PROTOCOL_VERSION
     assert MAX_LINES == api.MAX_METRICS_PER_HEARTBEAT == api.MAX_LOG_LINES_PER_HEARTBEAT
 
 
@@ -52,8 +52,7 @@ def test_the_agent_reads_an_assignment() -> None:
 
 @pytest.mark.parametrize("device", [TrainerDevice("cpu"), TrainerDevice("cuda", 5, "x" * 999, 10**11)])
 def test_registrations(device: TrainerDevice) -> None:
-    identity = loop.Identity("t1", "5f0c", "9a31")
-    body = identity.registration(device)
+    body = Identity("t1", "5f0c", "9a31").registration(device)
     assert api.TrainerRegister.model_validate(body).devices[0].index == device.index
 
 
