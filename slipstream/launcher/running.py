@@ -1,5 +1,6 @@
 """Stacks that run in the background: started, waited for, stopped; also for the length of a `with` block."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from slipstream.run_spec.reasons import Reason
 _LOOK_SECONDS = 0.1
 _FIND_SECONDS = 30.0
 _SUPERVISOR = "supervisor"
+_DISK_FULL = SlipstreamError("", reason=Reason.DISK_FULL).exit_code
 
 Say = Callable[[str], None]
 
@@ -30,11 +32,9 @@ Say = Callable[[str], None]
 class RunningStack:
     """A stack that is up."""
 
-    home: Path
     api_address: str
     """`http://HOST:PORT`"""
     dashboard_url: str
-    target_address: str | None
     token_file: Path | None
 
 
@@ -64,7 +64,7 @@ def running_stack(stack: Stack, home: Path, *, say: Say = lambda _sentence: None
     try:
         state = wait_until_ready(supervisor, home, say)
         token_file = Path(state.token_file) if state.token_file else None
-        yield RunningStack(home, state.api, state.dashboard, state.target, token_file)
+        yield RunningStack(state.api, state.dashboard, token_file)
     finally:
         _let_go(supervisor)
 
@@ -117,6 +117,16 @@ def wait_until_ready(supervisor: "subprocess.Popen[bytes]", home: Path, say: Say
         has_ended = supervisor.poll() is not None
         state = read_supervisor(home)
         if has_ended:
+            if supervisor.returncode == 0:
+                raise SlipstreamError(
+                    "the stack was stopped while it came up",
+                    reason=Reason.STACK_FAILED,
+                    remedy=f"`slipstream up --home {shlex.quote(str(home))}` brings it up again.",
+                )
+            if supervisor.returncode == _DISK_FULL:  # then its log does not say so
+                raise SlipstreamError(
+                    f"the disk of {home} is full", reason=Reason.DISK_FULL, remedy="Free some space, or give --home."
+                )
             raise SlipstreamError(
                 f"the supervisor has ended; the end of {Home(home).log_file(_SUPERVISOR)}:\n"
                 f"{log_tail(Home(home).log_file(_SUPERVISOR))}",
