@@ -161,18 +161,18 @@ def test_one_that_dies_while_it_should_save_rests_at_its_last_checkpoint(bench: 
 def test_one_that_does_not_leave_is_killed_with_all_it_started(bench: Bench) -> None:
     bench.child(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "import subprocess; helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "(run / 'helper').write_text(str(helper.pid)); record(0); until('never')\n"
+        "import subprocess; grandchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "(run / 'grandchild').write_text(str(grandchild.pid)); record(0); until('never')\n"
     )
     bench.until_state("RUNNING")
-    helper = os.pidfd_open(int((bench.run / "helper").read_text()))
+    grandchild = os.pidfd_open(int((bench.run / "grandchild").read_text()))
     bench.desire("STOPPED")
     bench.advance()
     bench.now += LEAVE_SECONDS + 1
     bench.until_state("STOPPED")
     assert "did not save and leave" in dict(bench.work.standing.exit or {})["message"]
-    assert select.select([helper], [], [], 30.0)[0], "the helper still runs"
-    os.close(helper)
+    assert select.select([grandchild], [], [], 30.0)[0], "the grandchild still runs"
+    os.close(grandchild)
 
 
 def test_a_process_whose_agent_is_gone_leaves_and_is_waited_for(bench: Bench) -> None:

@@ -66,6 +66,7 @@ def test_a_failure_is_logged_and_the_work_done_again(
     thread.wake()
     work.calls.get(timeout=30)
     assert thread.is_alive
+    assert "background_work_failed" in caplog.text
 
 
 def test_a_defect_ends_it(thread: BackgroundThread, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,21 +42,22 @@ class Stream:
         self._connection = HTTPConnection(address, timeout=30)
         self._connection.request("GET", f"/v1/runs/demo/{kind}:stream{query}", headers=headers)
         self.response = self._connection.getresponse()
-        self.comments = 0
 
     def next(self) -> dict[str, Any]:
         """The next message; `{}` at the end of the stream."""
         fields: dict[str, Any] = {}
         for raw in self.response:
             line = raw.decode().rstrip("\n")
-            if line.startswith(":"):
-                self.comments += 1
-            elif line:
+            if line and not line.startswith(":"):
                 name, _, value = line.partition(": ")
                 fields[name] = value
-            elif fields:
+            elif fields and not line:
                 return fields | {"data": json.loads(fields["data"])}
         return {}
+
+    def wait_for_comment(self, text: str) -> None:
+        """Read on until the server has nothing else to say."""
+        assert any(raw.decode().startswith(f": {text}") for raw in self.response), "the stream has ended"
 
     def close(self) -> None:
         self._connection.close()
@@ -117,18 +118,14 @@ def test_more_than_one_batch(database: Database, run_id: int, address: str) -> N
 
 def test_an_idle_stream_is_kept_alive_and_ends_with_the_run(database: Database, run_id: int, address: str) -> None:
     stream = Stream(address)
-    while stream.next()["data"].get("type") != "CONDITION_CHANGED":
-        pass
-
-    def delete() -> None:
-        with database.write() as session:
-            row = runs.find(session, "demo")
-            assert row is not None
-            runs.delete(session, row)
-
-    threading.Timer(0.5, delete).start()
-    assert stream.next()["event"] == "deleted"
-    assert stream.comments >= 2
+    stream.wait_for_comment("nothing new")
+    stream.wait_for_comment("nothing new")
+    with database.write() as session:
+        row = runs.find(session, "demo")
+        assert row is not None
+        runs.delete(session, row)
+    while (message := stream.next())["event"] != "deleted":
+        assert message["data"]["type"] == "CONDITION_CHANGED", "the run waits meanwhile"
     assert stream.next() == {}
     stream.close()
 
