@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,15 +132,19 @@ def test_watch_on_a_terminal(desk: Desk) -> None:
         stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | environment,
     ) as watch:  # fmt: skip
         os.close(terminal)
-        shown.wait_for("step 0/100")
-        train(desk, assignment, 0, 42)
-        shown.wait_for("step 42/100 (42.0%)")
-        desk.verb("pause")
-        shown.wait_for("PAUSING (pause)")
-        shown.wait_for("PAUSING\x1b[0m")
-        watch.send_signal(signal.SIGINT)
-        shown.wait_for("next: slipstream run stop demo")
-        assert watch.wait(30) == 130
+        try:
+            shown.wait_for("step 0/100")
+            train(desk, assignment, 0, 42)
+            shown.wait_for("step 42/100 (42.0%)")
+            desk.verb("pause")
+            shown.wait_for("PAUSING (pause)")
+            shown.wait_for("PAUSING\x1b[0m")
+            watch.send_signal(signal.SIGINT)
+            shown.wait_for("next: slipstream run stop demo")
+            assert watch.wait(30) == 130
+        finally:
+            # Else a failure would be waited for: a terminal that nobody reads any more holds its writer up.
+            watch.kill()
     os.close(ours)
     assert "\x1b[?25l" in shown.text, "one line, written anew: the cursor is hidden"
     assert shown.text.rindex("\x1b[?25h") > shown.text.rindex("\x1b[?25l"), "and comes back"
@@ -155,9 +160,10 @@ class Screen:
 
     def wait_for(self, words: str) -> None:
         """Read until they have come."""
+        deadline = time.monotonic() + 40
         while words not in self.text:
-            readable, _, _ = select.select([self._descriptor], [], [], 40)
-            assert readable, f"nothing more came after {self.text!r}"
+            readable, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            assert readable and time.monotonic() < deadline, f"{words!r} has not come: {self.text!r}"
             self.text += os.read(self._descriptor, 4096).decode(errors="replace")
 
 
