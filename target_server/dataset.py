@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _PARALLEL_FROM_BYTES = 256 * 2**20
 """Below, worker processes cost more time than they save."""
-_MOST_JOBS = 16
+_MOST_JOBS = 8
+"""Unless asked for more: each takes 150 MB and up, by the size of the vocabulary."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed less long ago may change again within one tick of the clock, unseen."""
 
