@@ -8,6 +8,7 @@ import httpx2
 from slipstream.launcher.processes import SupervisedProcess
 from slipstream.launcher.stack import API, TARGET
 
+NO_ANSWER = "the control API does not answer"
 _SECONDS = 3.0
 """A question may take; the supervisor does nothing else meanwhile."""
 
@@ -40,7 +41,7 @@ class Readiness:
                 return self._problem_of_target()
             return self._problem_of_trainer(process)
         except (httpx2.HTTPError, ValueError):  # ValueError: what answers is no control API
-            return "the control API does not answer yet"
+            return NO_ANSWER
 
     def _problem_of_api(self) -> str | None:
         status, body = self._ask("GET", "/readyz")

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -18,7 +18,7 @@ from slipstream.launcher.home import Home, StackState, SupervisorState, write_te
 from slipstream.launcher.liveness import wait_for_any
 from slipstream.launcher.processes import RestartPolicy, SupervisedProcess
 from slipstream.launcher.programs import Program, api_url, programs_of, reachable
-from slipstream.launcher.readiness import Readiness
+from slipstream.launcher.readiness import NO_ANSWER, Readiness
 from slipstream.launcher.stack import API, Stack, read_stack
 from slipstream.listen import read_token
 
@@ -26,6 +26,10 @@ _LOOK_SECONDS = 0.5
 """Between two looks at stack.json."""
 _ASK_SECONDS = 0.3
 """Between two questions whether a process is ready."""
+_CHECK_SECONDS = 5.0
+"""Between two questions whether the control API still answers."""
+_HUNG_CHECKS = 8
+"""So many without an answer (3 s each) mean that it hangs."""
 
 Say = Callable[[str], None]
 
@@ -93,7 +97,10 @@ class Supervisor:
         self._programs: dict[str, Program] = {}
         self._readiness: Readiness | None = None
         self._ask_at = 0.0
+        self._check_at = 0.0
+        self._unanswered = 0
         self._published: SupervisorState | None = None
+        self._written: SupervisorState | None = None
         self._api_was_ready = False
 
     def run(self) -> bool:
@@ -109,6 +116,7 @@ class Supervisor:
                     self._look_at_stack()
                     self._step()
                     self._ask()
+                    self._check_api()
                     self._publish()
                     useful = self._is_useful()
                     self._wait(wake)
@@ -202,6 +210,20 @@ class Supervisor:
                 break
         self._ask_at = time.monotonic() + _ASK_SECONDS
 
+    def _check_api(self) -> None:
+        """Kill a control API that has not answered for a minute: it is started again, and its database is whole."""
+        api = self._processes[API]
+        if api.state != "READY":
+            self._unanswered = 0
+        elif self._readiness is not None and time.monotonic() >= self._check_at:
+            problem = self._readiness.problem_of(api)
+            # Counted, not timed: where this process stood still as well, that says nothing.
+            self._unanswered = 0 if problem != NO_ANSWER else self._unanswered + 1
+            if self._unanswered >= _HUNG_CHECKS:
+                self._say(f"{API}: killed, it has not answered {_HUNG_CHECKS} times in a row")
+                api.signal(signal.SIGKILL)
+            self._check_at = time.monotonic() + _CHECK_SECONDS
+
     def _is_useful(self) -> bool:
         """Whether anything can be done with what still runs: an API that never came up leaves no way to say what."""
         api = self._processes[API]
@@ -236,17 +258,23 @@ class Supervisor:
             target=reachable(stack.target.address) if stack.target else None,
             processes=tuple(process.status for process in self._processes.values()),
         )
-        if state == self._published:
-            return
+        is_news, self._published = state != self._published, state
+        if state != self._written:
+            self._write(state, is_news)
+        if is_news:
+            self._on_state(state)
+
+    def _write(self, state: SupervisorState, is_news: bool) -> None:
         try:
             write_text(self._home.supervisor_file, state.model_dump_json(indent=2) + "\n")
         except SlipstreamError as error:
-            # A full disk ends no training: the file is written when there is room again.
-            if self._published is None:
+            if self._written is None:
                 raise
-            self._say(f"{error}")
-        self._published = state
-        self._on_state(state)
+            # A full disk ends no training: the file is written when there is room again.
+            if is_news:
+                self._say(f"{error}")
+        else:
+            self._written = state
 
     def _state(self) -> StackState:
         states = {process.state for process in self._processes.values()} - {"STOPPING"}
@@ -255,9 +283,11 @@ class Supervisor:
         return "READY" if states == {"READY"} else "STARTING"
 
     def _end(self) -> None:
-        self._publish(stopping=True)
+        with suppress(SlipstreamError):  # a full disk keeps nobody running
+            self._publish(stopping=True)
         end_in_order(list(self._processes.values()), say=self._say, hurry=self._in_a_hurry)
         end_strays(self._home, say=self._say, hurry=self._in_a_hurry)
         if self._readiness is not None:
             self._readiness.close()
-        self._home.supervisor_file.unlink(missing_ok=True)
+        with suppress(OSError):  # who reads it also looks whether the lock is held
+            self._home.supervisor_file.unlink(missing_ok=True)
