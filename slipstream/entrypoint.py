@@ -79,7 +79,8 @@ def _keep_tracebacks_off_the_terminal(program: str) -> None:
             _say(f"error: thread {name} of {program} failed: {summarize(program, failure.exc_value)}\n")
 
     def finaliser_failed(failure: "sys.UnraisableHookArgs") -> None:
-        if failure.exc_value is not None:
+        # Ctrl-C while the process ends anyway.
+        if failure.exc_value is not None and not isinstance(failure.exc_value, KeyboardInterrupt):
             _say(f"warning: ignored in {program}: {summarize(program, failure.exc_value)}\n")
 
     threading.excepthook = thread_failed

@@ -129,6 +129,12 @@ def test_exception_in_a_thread_and_in_a_finaliser(crashes: Path) -> None:
     assert report(crashes).count("Traceback (most recent call last)") == 2
 
 
+def test_an_interrupt_while_the_process_ends_is_nothing_new(crashes: Path) -> None:
+    finished = run("import atexit\ndef late(): raise KeyboardInterrupt\natexit.register(late)\nreturn 130", crashes)
+    assert (finished.returncode, finished.stderr) == (130, "")
+    assert not crashes.exists()
+
+
 def test_logged_exception_is_one_line(crashes: Path) -> None:
     finished = run(
         "configure_logging('program')\n"
