@@ -15,9 +15,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8080"
-_TIMEOUT = httpx2.Timeout(30.0, connect=5.0)
-# The server says something every few seconds, even if nothing happens.
-_STREAM_TIMEOUT = httpx2.Timeout(60.0, connect=5.0)
+_TIMEOUT = httpx2.Timeout(10.0, connect=5.0)
+# The server says something every 15 s, even if nothing happens.
+_STREAM_TIMEOUT = httpx2.Timeout(40.0, connect=5.0)
+_LONG_SECONDS = 2.0
+"""Whoever has waited for so long is told what for."""
 _TRIES = 4
 _PAGE = 200
 _PATIENCE_SECONDS = 120.0
@@ -58,12 +60,20 @@ OnLoss = Callable[[SlipstreamError], None]
 class ControlClient:
     """Requests to one control API. Not for several threads at once."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, token: str | None = None) -> None:
-        """`address`: `http://HOST:PORT`, or `HOST:PORT`.
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, token: str | None = None, *, on_delay: OnLoss | None = None
+    ) -> None:
+        """No request is sent yet.
+
+        Args:
+            address: `http://HOST:PORT`, or `HOST:PORT`.
+            token: bearer token.
+            on_delay: called once for every request that has taken long and is sent again, with why.
 
         Raises:
             SlipstreamError: SPEC_INVALID, the address is no URL.
         """
+        self._on_delay = on_delay
         self.address = address if "://" in address else f"http://{address}"
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -183,12 +193,16 @@ class ControlClient:
 
     def _patiently(self, method: str, path: str, **more: Any) -> dict[str, Any]:
         """Several attempts: every request that comes here counts once, however often it arrives."""
+        say, long_at = self._on_delay, time.monotonic() + _LONG_SECONDS
         for attempt in range(1, _TRIES):
             try:
                 return self._send(method, path, **more)
             except (ControlApiUnreachableError, ControlApiRefusalError) as error:
                 if not is_temporary(error):
                     raise
+                if say is not None and time.monotonic() > long_at:
+                    say(error)
+                    say = None
             _wait_before(attempt)
         return self._send(method, path, **more)
 

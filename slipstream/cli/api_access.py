@@ -84,12 +84,16 @@ def control_api(args: argparse.Namespace) -> "Iterator[ControlClient]":
     from slipstream.control_client import ControlApiRefusalError, ControlClient
 
     access = find_api(args)
-    with ControlClient(access.address, access.token) as client:
+    with ControlClient(access.address, access.token, on_delay=_say_delay) as client:
         try:
             yield client
         except ControlApiRefusalError as refusal:
             message, remedy = _at_a_command_line(refusal, client, args, has_token=access.token is not None)
             raise SlipstreamError(message, reason=refusal.reason, remedy=remedy) from refusal
+
+
+def _say_delay(why: SlipstreamError) -> None:
+    print(f"{why.message}; trying again", file=sys.stderr)
 
 
 def _at_a_command_line(

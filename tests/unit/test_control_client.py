@@ -234,3 +234,15 @@ def test_names_that_would_reach_elsewhere(name: str) -> None:
     with pytest.raises(SlipstreamError) as refused:
         segment(name)
     assert refused.value.reason is Reason.NOT_FOUND
+
+
+@pytest.mark.parametrize(("long_seconds", "times"), [(60.0, 0), (-1.0, 1)], ids=["quick", "long"])
+def test_who_waits_for_long_is_told_once(monkeypatch: pytest.MonkeyPatch, long_seconds: float, times: int) -> None:
+    monkeypatch.setattr(control_client, "_LONG_SECONDS", long_seconds)
+    said: list[SlipstreamError] = []
+    with (
+        server(answer(503), answer(503), answer(200, {"a": 1})) as (client, _),
+        ControlClient(client.address, on_delay=said.append) as patient,
+    ):
+        assert patient.get("/x") == {"a": 1}
+    assert [one.message.endswith("(status 503)") for one in said] == [True] * times
