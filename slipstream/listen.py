@@ -89,6 +89,9 @@ class ListenAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+_TOKEN_REMEDY = "Write the token into it, or name the file that holds it."
+
+
 def read_token(path: Path | None) -> str | None:
     """The bearer token: from the file `path`, else from $SLIPSTREAM_TOKEN, else from the file $SLIPSTREAM_TOKEN_FILE.
 
@@ -107,8 +110,8 @@ def read_token(path: Path | None) -> str | None:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise SlipstreamError(
-            f"cannot read the token file {path}: {error.strerror}", reason=Reason.SPEC_INVALID
+            f"cannot read the token file {path}: {error.strerror}", reason=Reason.SPEC_INVALID, remedy=_TOKEN_REMEDY
         ) from error
     if not token:
-        raise SlipstreamError(f"the token file {path} is empty", reason=Reason.SPEC_INVALID)
+        raise SlipstreamError(f"the token file {path} is empty", reason=Reason.SPEC_INVALID, remedy=_TOKEN_REMEDY)
     return token

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _EPILOG = """
@@ -27,6 +28,12 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.launcher.running import stop
 
     home = home_directory(args.home)
-    ran = stop(home, lambda sentence: print(sentence, file=sys.stderr))
-    print("stopped" if ran else f"nothing runs in {home}", file=sys.stderr)
+    ran = stop(home, _say)
+    _say("stopped" if ran else f"nothing runs in {home}")
     return 0
+
+
+def _say(sentence: str) -> None:
+    """On stderr. Whoever reads it may have left: the stack is stopped in order all the same."""
+    with suppress(OSError, ValueError):
+        print(sentence, file=sys.stderr, flush=True)
