@@ -1,6 +1,7 @@
 """What holds for every test: one thread a process, time limits by kind, and `tests` importable from anywhere."""
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,10 @@ _indexes = tempfile.TemporaryDirectory(prefix="slipstream-test-indexes-")
 os.environ["SLIPSTREAM_INDEX_DIR"] = _indexes.name
 # No test may need a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts the tests in the background has SIGINT ignored, and so would every program that they send one to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # At the end: the product itself must come from where it is installed, so that a wheel which lacks a file fails.
 if str(ROOT) not in sys.path:

@@ -61,7 +61,7 @@ def desk(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     services.reconciler.start()
     served.app.state.services = services
     monkeypatch.setenv("SLIPSTREAM_API", served.address)
-    with httpx2.Client(base_url=served.address, trust_env=False) as client:
+    with httpx2.Client(base_url=served.address, trust_env=False, timeout=60) as client:
         yield Desk(client, services, clock)
     services.feed.close()
     services.reconciler.stop()
