@@ -88,22 +88,28 @@ def end_strays(home: Home, *, say: Callable[[str], None], hurry: Callable[[], bo
         True when nothing of the home runs any more.
     """
     strays = [Leftover(f"process {handle.pid}", [handle]) for handle in open_handles(marked(home.root))]
-    _end_group(strays, say, hurry, what="left behind")
+    _end_group(strays, say, hurry, what="left behind", grace=_STRAY_GRACE_SECONDS)
     return not marked(home.root)
 
 
 def _end_group(
-    group: Sequence[Endable], say: Callable[[str], None], hurry: Callable[[], bool], *, what: str = "stops"
+    group: Sequence[Endable],
+    say: Callable[[str], None],
+    hurry: Callable[[], bool],
+    *,
+    what: str = "stops",
+    grace: float | None = None,
 ) -> None:
+    """`grace`: seconds; None: what a process of this name needs."""
     for process in group:
         say(f"{process.name}: {what}")
         process.signal(signal.SIGTERM)
     started = time.monotonic()
     for process in group:
-        grace = _STRAY_GRACE_SECONDS if what != "stops" else _GRACE_SECONDS.get(process.name, TRAINER_GRACE_SECONDS)
+        seconds = grace or _GRACE_SECONDS.get(process.name, TRAINER_GRACE_SECONDS)
         while not process.ended(_LOOK_SECONDS):
-            if hurry() or time.monotonic() - started > grace:
-                say(f"{process.name}: killed{'' if hurry() else f', it did not end within {grace:g} s'}")
+            if hurry() or time.monotonic() - started > seconds:
+                say(f"{process.name}: killed{'' if hurry() else f', it did not end within {seconds:g} s'}")
                 process.signal(signal.SIGKILL)
                 process.ended(_KILLED_SECONDS)
                 break
