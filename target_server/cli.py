@@ -22,6 +22,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
 from target_server import data_command
+from target_server.data_files import directories_of
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
@@ -96,7 +97,7 @@ def data_roots(given: Sequence[Path] | None, data: DataSpec | None, listen: List
         return tuple(given)
     if listen.is_loopback:
         return None
-    return tuple(sorted({Path(file).parent for file in data.files})) if data is not None else ()
+    return tuple(sorted(directories_of(data.files))) if data is not None else ()
 
 
 def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:

@@ -56,6 +56,17 @@ def find_files(entries: Sequence[str], data_roots: Sequence[Path] | None) -> tup
     return tuple(file for entry in entries for file in _files_of(entry, data_roots))
 
 
+def directories_of(entries: Sequence[str]) -> set[Path]:
+    """Directories that hold what the entries name; none for a hub name, since its cache holds much else."""
+    return {_directory_of(Path(entry)) for entry in entries if not entry.startswith("hf://")}
+
+
+def _directory_of(path: Path) -> Path:
+    if path.is_dir():
+        return path
+    return _split_glob(path)[0] if _GLOB.search(str(path)) and not path.exists() else path.parent
+
+
 def file_stamp(path: Path) -> FileStamp:
     """Size, time of the last change and inode.
 

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server import data_files
-from target_server.data_files import find_files
+from target_server.data_files import directories_of, find_files
 
 
 def touch(*paths: Path) -> None:
@@ -122,3 +122,10 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_way_out() -> None:
     error = refused("hf://datasets/owner/none@0123abc")
     assert error.reason is Reason.DATA_INVALID
     assert "'owner/none' at revision '0123abc'" in error.message and "network" in error.remedy
+
+
+def test_directories_that_a_server_may_read_for_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    entries = ("a/x.jsonl", "b/*/y*.jsonl", "saved", "hf://datasets/owner/name/data/*.parquet")
+    found = directories_of([entry if entry.startswith("hf:") else str(tmp_path / entry) for entry in entries])
+    assert found == {tmp_path / "a", tmp_path / "b", tmp_path / "saved"}
