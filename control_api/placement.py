@@ -15,7 +15,10 @@ def obstacle(run: Run, trainer: Trainer) -> str | None:
     try:
         resolve_device(spec.train, has_cuda)
     except SlipstreamError:
-        wanted = "a GPU" if spec.train.attention == "flex" else "a trainer without a GPU, or train.device = 'cpu'"
+        if spec.train.attention == "flex":
+            wanted = "a GPU, or train.device = 'cpu' and train.attention = 'sdpa'"
+        else:
+            wanted = "a trainer without a GPU, or train.device = 'cpu'"
         return f"{run.name} needs {wanted}; {trainer.name} has {_devices(trainer)}."
     return None
 

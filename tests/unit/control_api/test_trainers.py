@@ -254,6 +254,17 @@ def test_time_in_which_nothing_could_be_heard_is_no_silence(desk: Desk, seconds:
     assert desk.state() == "FAILED", "silence is noticed as ever"
 
 
+def test_a_heartbeat_that_is_newer_than_the_time_of_the_pass(desk: Desk) -> None:
+    work = desk.running()
+    for _ in range(3):
+        desk.clock.forward(10)
+        desk.clock.jump(1)
+        desk.beat("t1", report(work, "RUNNING"))
+        desk.clock.jump(-1)
+        desk.reconcile()
+        assert desk.conditions() == set()
+
+
 def test_a_paused_run_waits_for_ever(desk: Desk) -> None:
     work = desk.running()
     desk.verb("pause")
@@ -308,7 +319,9 @@ def test_runs_go_to_trainers_that_can_train_them(desk: Desk) -> None:
     desk.run("needs-gpu", train={"device": "cuda", "attention": "flex", "max_steps": 1})
     desk.reconcile()
     [condition] = desk.get("runs/needs-gpu")["conditions"]
-    assert condition["message"] == "needs-gpu needs a GPU; cpu-only has cpu."
+    assert condition["message"] == (
+        "needs-gpu needs a GPU, or train.device = 'cpu' and train.attention = 'sdpa'; cpu-only has cpu."
+    )
     desk.trainer("gpu5", devices=[{"kind": "cuda", "index": 5}])
     desk.reconcile()
     assert desk.get("runs/needs-gpu")["trainers"] == ["gpu5"]
