@@ -38,7 +38,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
             raise SlipstreamError(
                 f"There is a run {spec.name!r} already.",
                 reason=Reason.NAME_TAKEN,
-                remedy="Choose another name (override name=…), or delete that run.",
+                remedy="Choose another name (--name, or the override name=…), or delete that run.",
             )
         definition = spec.model_dump(mode="json")
         require_same_model(definition, target)
