@@ -26,7 +26,7 @@ def recipe_path(name: str) -> Path:
         return _DIRECTORY / f"{stem}.toml"
     near = difflib.get_close_matches(stem, recipe_names(), n=1)
     raise SlipstreamError(
-        f"no shipped recipe is called {name!r}",
+        f"no shipped recipe is called {name!r}, and no file here",
         reason=Reason.SPEC_INVALID,
         remedy=f"Did you mean {near[0]!r}?" if near else f"Shipped recipes: {', '.join(recipe_names())}.",
     )
