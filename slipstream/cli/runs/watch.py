@@ -46,7 +46,8 @@ def watch_run(client: ControlClient, args: argparse.Namespace, name: str, *, fir
     with detachable(lambda: _left(name, run)) as outcome:
         run = run or client.get(f"/v1/runs/{segment(name)}")
         with screen_for(args.output, args.every) as screen:
-            screen.show(run)
+            if run["state"] not in AT_REST:  # its end is printed anyway
+                screen.show(run)
             for run in _changes(client, run, screen):  # noqa: B020 - the newest one is what Ctrl-C tells of
                 screen.show(run)
             screen.end(run)
