@@ -123,7 +123,7 @@ def resolve_mask_token_id(spec: DrafterSpec, target: TargetConfig) -> int:
     else:
         raise SlipstreamError(
             f"the target has no mask token and no unused row (tokenizer {target.tokenizer_length} tokens, vocabulary "
-            f"{target.vocab_size} rows), and the recipe names no mask",
+            f"{target.vocab_size} rows), and the recipe names no mask token.",
             reason=Reason.SPEC_INVALID,
             remedy="Set drafter.mask_token to a special token that no answer contains.",
         )
