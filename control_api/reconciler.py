@@ -39,9 +39,9 @@ class Reconciler(BackgroundThread):
         """Since its last heartbeat that could have been heard: a control plane that was away hears nothing."""
         if self._was_away(now):
             return 0.0
-        # What lies in the future was noted before the clock was set back.
-        heard_at = trainer.last_seen_at if trainer.last_seen_at <= now else 0.0
-        return now - max(heard_at, self._listens_since)
+        # What lies far in the future was noted before the clock was set back; a heartbeat may be newer than this `now`.
+        heard_at = trainer.last_seen_at if trainer.last_seen_at <= now + self._settings.trainer_timeout else 0.0
+        return max(0.0, now - max(heard_at, self._listens_since))
 
     def _was_away(self, now: float) -> bool:
         """Whether too long no pass over the runs has come to its end.
@@ -49,7 +49,7 @@ class Reconciler(BackgroundThread):
         This process stood still, or the machine slept, or the database could not be written; or the clock was set. In
         all of these nothing was heard, or nobody knows for how long.
         """
-        return not 0.0 <= now - self._looked_at <= self._settings.trainer_timeout / 2
+        return abs(now - self._looked_at) > self._settings.trainer_timeout / 2
 
     def reconcile(self) -> None:
         """One pass over all runs.
