@@ -106,6 +106,13 @@ class RunDirectory:
         """
         with self._locked():
             newest = self.newest_incarnation()
+            if newest == 0:
+                raise SlipstreamError(
+                    f"{self._owner} is gone: somebody has removed or emptied the directory of a run that is trained.",
+                    reason=Reason.CHECKPOINT_INVALID,
+                    remedy="Nothing was written after that. Put the directory back and start again; without it the run "
+                    "begins anew.",
+                )
             if newest != incarnation:
                 raise _stale(incarnation, newest, self.root)
             yield

@@ -1,5 +1,6 @@
 """Who owns a run directory."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -72,3 +73,13 @@ def test_a_damaged_owner_file_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError) as refused:
         run.claim(1, "trainers/a")
     assert refused.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_a_directory_that_was_removed_meanwhile(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(1, "trainers/a")
+    shutil.rmtree(run.root)
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(SlipstreamError, match=r"owner\.json is gone") as caught, run.owned(1):
+        raise AssertionError("nothing may be written")
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID
