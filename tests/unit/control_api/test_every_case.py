@@ -4,6 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from control_api.dependencies import Services
+from control_api.settings import Settings
 from control_api.store import runs
 from slipstream.run_spec.states import ACTIVE, VERB_TABLE, RunState, Verb, Verdict
 from tests.fakes.control_plane import Desk, assert_problem, report
@@ -23,6 +24,12 @@ LOST = OBEYED | {
 """With a trainer that is never heard of again."""
 ALONE = LOST | {RunState.STARTING: RunState.PENDING, RunState.RUNNING: RunState.PENDING}
 """Without any trainer."""
+
+
+@pytest.fixture
+def settings() -> Settings:
+    """A grace of half a minute: every pass on the way to its end costs time."""
+    return Settings(grace_seconds=30.0)
 
 
 def put(desk: Desk, services: Services, state: RunState, trainer: str) -> None:
@@ -79,7 +86,7 @@ def test_where_it_ends(
         obey(desk)
     else:
         desk.reconcile()
-        desk.clock.forward(301)
+        desk.clock.forward(31)
         desk.reconcile()
     table = OBEYED if trainer == "alive" else LOST if held else ALONE
     run = desk.get("runs/demo")
