@@ -81,7 +81,7 @@ class ListenAddress:
         elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             remedy = "The host must be an address of this machine."
         else:
-            remedy = "Stop what listens there, or choose a port, 0 for any: --listen; a stack's target: --target-listen."
+            remedy = "Stop what listens there, or choose a port (0: any): --listen; a stack's target: --target-listen."
             return SlipstreamError(f"{self} is in use ({error.strerror})", reason=Reason.PORT_IN_USE, remedy=remedy)
         return SlipstreamError(f"cannot listen on {self}: {error.strerror}", reason=Reason.SPEC_INVALID, remedy=remedy)
 
