@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from control_api.store.migrations import migrate
@@ -114,22 +113,21 @@ def touch(session: Session, run_id: int) -> None:
 
 
 def _path_of(url: str) -> Path:
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, NoSuchModuleError, ValueError):
-        parsed = None
-    if parsed is None or parsed.drivername != "sqlite" or parsed.host or parsed.database in (None, "", ":memory:"):
+    # Not parsed as a URL: what follows is a path to the letter, with every ? # and % of it.
+    scheme, _, file = url.partition(":///")
+    if scheme != "sqlite" or file in ("", ":memory:"):
         raise SlipstreamError(
             f"--database is {url!r}, expected sqlite:///FILE.",
             reason=Reason.SPEC_INVALID,
             remedy="Example: --database sqlite:///slipstream.sqlite (four slashes start an absolute path).",
         )
-    assert parsed.database is not None
-    return Path(parsed.database)
+    return Path(file)
 
 
 def _engine(path: Path, busy_seconds: float) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": busy_seconds}, pool_size=20, max_overflow=20)
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)), connect_args={"timeout": busy_seconds}, pool_size=20, max_overflow=20
+    )
 
     @event.listens_for(engine, "connect")
     def _configure(connection: sqlite3.Connection, _record: object) -> None:

@@ -124,6 +124,12 @@ def test_read_only(tmp_path: Path) -> None:
     assert error.reason is Reason.DATABASE_READ_ONLY
 
 
+@pytest.mark.parametrize("name", ["a b.sqlite", "50%20.sqlite", "a?b=c.sqlite", "a#b.sqlite", "ä@:x.sqlite"])
+def test_a_path_is_taken_to_the_letter(tmp_path: Path, name: str) -> None:
+    Database(f"sqlite:///{tmp_path}/{name}").close()
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("url", ["", "a.sqlite", "sqlite://", "sqlite:///:memory:", "postgresql://h/d", "nonsense://x"])
 def test_other_urls(url: str) -> None:
     error = refusal(url)
