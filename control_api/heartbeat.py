@@ -123,4 +123,6 @@ def _move(session: Session, run: Run, event: RunEvent, ended: ChildExit | None, 
 
 
 def _in_words(ended: ChildExit) -> str:
-    return f"{ended.message} {ended.remedy}".strip()
+    message = ended.message.rstrip()
+    ends = "" if not message or message[-1] in ".!?:" or not ended.remedy else "."
+    return f"{message}{ends} {ended.remedy}".strip()

@@ -52,7 +52,7 @@ def explain(exit_code: int, told: Mapping[str, Any], *, log: str) -> Failure:
         told: its last news, merged.
         log: where its output is.
     """
-    look = f"Its last lines are below; all of them are in {log}."
+    look = f"Its output is in {log}."
     if told.get("end") == "failed":
         return Failure(
             _reason(told.get("reason")), str(told.get("message")), str(told.get("remedy") or look), exit_code

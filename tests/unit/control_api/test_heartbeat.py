@@ -96,3 +96,13 @@ def test_the_numbers_of_another_database_are_those_of_other_runs(desk: Desk) -> 
     assert desk.get("runs/demo/metrics")["metrics"] == []
     assert desk.beat("t1", report(work, "SUCCEEDED", metrics=batch, run_uid=mine))["acknowledged"] is not None
     assert desk.state() == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy", "words"),
+    [("no room", "Less.", "no room. Less."), ("No room.", "Less.", "No room. Less."), ("no room", "", "no room")],
+)
+def test_message_and_remedy_are_two_sentences(desk: Desk, message: str, remedy: str, words: str) -> None:
+    failed = GAVE_UP | {"message": message, "remedy": remedy}
+    desk.beat("t1", report(desk.running(), "FAILED", exit=failed))
+    assert desk.get("runs/demo")["message"] == words
