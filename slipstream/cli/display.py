@@ -94,6 +94,9 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         max(cell_len(column.title), *(cell_len(row[index]) for row in rows)) for index, column in enumerate(columns)
     ]
     shown = _that_fit(columns, needed, console.width)
+    least = [cell_len(columns[index].title) if columns[index].may_wrap else needed[index] for index in shown]
+    # What must be shown and does not fit is broken by the terminal: a table would leave out letters, or whole columns.
+    console.width = max(console.width, sum(least) + _GAP * len(least))
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for index in shown:
         column = columns[index]

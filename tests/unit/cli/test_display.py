@@ -118,6 +118,12 @@ def test_a_very_narrow_terminal_wraps_names() -> None:
     assert "".join(line[:5].strip() for line in lines[2:]).replace(" ", "").startswith("漢字")
 
 
+def test_no_column_that_matters_ever_vanishes() -> None:
+    lines = on_a_terminal(TABLE, 8, TERM="dumb").splitlines()
+    assert lines[0].split() == ["NAME", "STATE"]
+    assert lines[1].split() == ["demo", "RUNNING"]
+
+
 def test_output_that_cannot_be_encoded(tmp_path: Path) -> None:
     printed = on_a_terminal("print_table([Column('A')], [('é',)])\nprint_line('漢')", 80, PYTHONIOENCODING="ascii")
     assert "\\xe9" in printed and "\\u6f22" in printed
