@@ -1,5 +1,6 @@
 """A control API on a database of its own, with a clock that the test turns and no thread but the test's."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,17 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a database that holds nothing: to make its tables takes longer than many a test."""
+    path = tmp_path_factory.mktemp("control") / "empty.sqlite"
+    Database(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
+def database(tmp_path: Path, empty_database: Path) -> Iterator[Database]:
+    shutil.copy(empty_database, tmp_path / "control.sqlite")
     opened = Database(f"sqlite:///{tmp_path}/control.sqlite", busy_seconds=0.1)
     yield opened
     opened.close()
