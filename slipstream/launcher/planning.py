@@ -20,7 +20,8 @@ from slipstream.launcher.stack import (
 )
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
-from slipstream.packaged_model import ON_GPU, RECIPE, given_model, packaged_model
+from slipstream.packaged_model import RECIPE, given_model, packaged_model
+from slipstream.run_spec.device import overrides_for
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -248,13 +249,18 @@ def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec 
 
 
 def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...]) -> tuple[str, ...]:
-    """Arguments of `slipstream run create` for the recipe that the stack was planned from."""
+    """Arguments of `slipstream run create` for the recipe that the stack was planned from, so that its trainers can
+    train it."""
     overrides = list(wanted.overrides)
     if wanted.recipe is None or wanted.model is not None:
         overrides.append(f"target.model={model.model}")
-    if wanted.recipe is None and any(trainer.device != "cpu" for trainer in trainers):
-        overrides += ON_GPU
     recipe = wanted.recipe or RECIPE
+    if trainers:
+        on_gpu = any(trainer.device != "cpu" for trainer in trainers)
+        # Who asks for a device gets it; but without a GPU there is only one.
+        if not on_gpu or not any(one.partition("=")[0].strip() == "train.device" for one in wanted.overrides):
+            spec = load_recipe(recipes.find_recipe(recipe), overrides).spec
+            overrides += overrides_for(spec.train, "cuda" if on_gpu else "cpu")
     # It is used in another directory, perhaps.
     recipe = str(Path(recipe).absolute()) if Path(recipe).exists() else recipe
     return (recipe, *(word for item in overrides for word in ("--set", item)))

@@ -8,6 +8,17 @@ from slipstream.run_spec.spec import TrainSpec
 
 Device = Literal["cpu", "cuda"]
 
+_FITTING = {
+    "cpu": ("train.device=cpu", "train.attention=sdpa", "train.precision=float32"),
+    "cuda": ("train.device=cuda", "train.attention=flex", "train.precision=bfloat16"),
+}
+
+
+def overrides_for(spec: TrainSpec, device: Device) -> tuple[str, ...]:
+    """Overrides with which the run trains on `device`, in the precision that is fast there; none where it does so."""
+    attention, other = ("sdpa", "cuda") if device == "cpu" else ("flex", "cpu")
+    return () if spec.attention == attention and spec.device != other else _FITTING[device]
+
 
 def resolve_device(spec: TrainSpec, cuda_available: bool) -> Device:
     """The device of a run, refused where its attention cannot train.

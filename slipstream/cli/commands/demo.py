@@ -25,7 +25,8 @@ from slipstream.launcher.running import RunningStack, running_stack
 from slipstream.launcher.stack import Stack
 from slipstream.listen import read_token
 from slipstream.machine_probe import probe_accelerator, usable_cores
-from slipstream.packaged_model import MODEL_PACKAGE, ON_GPU, RECIPE, given_model, packaged_model
+from slipstream.packaged_model import MODEL_PACKAGE, RECIPE, given_model, packaged_model
+from slipstream.run_spec.device import overrides_for
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -118,11 +119,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     _require_replaceable(directory)
     accelerator = probe_accelerator()
     model = given_model(args.model) if args.model else packaged_model()
-    overrides = [f"target.model={model}"]
-    if accelerator is not None:
-        overrides += ON_GPU
-    overrides += args.set
     recipe = args.recipe or recipes.recipe_path(RECIPE)
+    overrides = [f"target.model={model}"]
+    overrides += overrides_for(load_recipe(recipe, overrides).spec.train, "cpu" if accelerator is None else "cuda")
+    overrides += args.set
     wanted = Wanted(
         recipe=str(recipe.absolute()),
         overrides=tuple(overrides),

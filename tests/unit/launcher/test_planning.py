@@ -18,6 +18,8 @@ from slipstream.launcher.planning import (
 )
 from slipstream.launcher.stack import Stack
 from slipstream.machine_probe import GpuFacts, TorchFacts
+from slipstream.run_spec.device import resolve_device
+from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from tests.unit.launcher.stacks import a_stack
 
@@ -123,7 +125,7 @@ def test_a_stack_from_a_recipe(monkeypatch: pytest.MonkeyPatch, recipe: Path) ->
     # Relative names start where the recipe's do.
     assert stack.data_roots[:3] == (str(recipe.parent), str(recipe.parent / "conversations"), "/here")
     assert stack.data_roots[-1] == "/more" and stack.confined
-    assert stack.example == (str(recipe),)
+    assert stack.example[0] == str(recipe)
 
 
 def test_without_a_recipe_the_packaged_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,47 @@ def test_without_a_recipe_the_packaged_model_is_served(monkeypatch: pytest.Monke
     assert not stack.confined
     assert stack.example[:3] == ("demo-smollm2-135m", "--set", "target.model=/packages/model.gguf")
     assert "train.device=cuda" in stack.example
+
+
+ON_CPU = ["train.device=cpu", "train.attention=sdpa", "train.precision=float32"]
+ON_GPU = ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "devices", "added"),
+    [
+        ("", (), ("cpu",), ON_CPU),  # flex is the default, and never starts on a CPU
+        ('device = "cuda"', (), ("cpu",), ON_CPU),
+        ('device = "cpu"\nattention = "sdpa"', (), ("cpu",), []),
+        ('attention = "sdpa"', (), ("cpu",), []),
+        ("", ("train.attention=sdpa",), ("cpu",), []),
+        ("", (), ("cuda:0",), []),
+        ('device = "cuda"', (), ("cuda:0", "cpu"), []),
+        ('device = "cpu"\nattention = "sdpa"', (), ("cuda:0",), ON_GPU),
+        ('attention = "sdpa"', (), ("cuda:0",), ON_GPU),
+        ('attention = "sdpa"', ("train.device=cpu",), ("cuda:0",), []),  # it was asked for
+    ],
+)
+def test_the_suggested_run_can_start_on_the_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: Path,
+    settings: str,
+    overrides: tuple[str, ...],
+    devices: tuple[str, ...],
+    added: list[str],
+) -> None:
+    machine(monkeypatch, gpus=1)
+    recipe.write_text(RECIPE + settings)
+    stack = plan(Wanted(recipe=str(recipe), overrides=overrides, trainer_devices=devices))
+    name, given = stack.example[0], list(stack.example[2::2])
+    assert given == [*overrides, *added]
+    train = load_recipe(Path(name), given).spec.train
+    assert resolve_device(train, cuda_available=devices != ("cpu",)) in ("cpu", "cuda")
+
+
+def test_nothing_is_added_for_trainers_that_are_not_there(monkeypatch: pytest.MonkeyPatch, recipe: Path) -> None:
+    machine(monkeypatch, gpus=0)
+    assert plan(Wanted(recipe=str(recipe), trainers=0)).example == (str(recipe),)
 
 
 def test_what_is_not_said_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
