@@ -6,6 +6,7 @@ from pathlib import Path
 import recipes
 from control_api.schemas import RunCreate
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -23,7 +24,8 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
         spec = _parse(body)
     except RecursionError:
         raise _no_run("The definition is nested too deeply.") from None
-    files = tuple(_allowed(file, data_roots) for file in spec.data.files)
+    # What a hub holds is no file of this machine; the target server asks for it.
+    files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
     prompts = spec.eval.prompts and _allowed(spec.eval.prompts, data_roots)
     return spec.model_copy(
         update={

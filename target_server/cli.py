@@ -15,6 +15,7 @@ from slipstream import __version__
 from slipstream.entrypoint import run_main
 from slipstream.errors import SlipstreamError
 from slipstream.listen import ListenAddress, read_token
+from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
@@ -22,7 +23,6 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
 from target_server import data_command
-from target_server.data_files import directories_of
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30

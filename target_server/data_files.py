@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 from target_server.record_files import SourceFile
@@ -26,7 +27,6 @@ _DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz", ".parqu
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _TRAIN = re.compile(r"(?<![a-z])train(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")
-_GLOB = re.compile(r"[*?\[]")
 
 _CORRECT_FILES = "Correct data.files in the recipe; the path must be valid on the target server's machine."
 
@@ -56,17 +56,6 @@ def find_files(entries: Sequence[str], data_roots: Sequence[Path] | None) -> tup
     return tuple(file for entry in entries for file in _files_of(entry, data_roots))
 
 
-def directories_of(entries: Sequence[str]) -> set[Path]:
-    """Directories that hold what the entries name; none for a hub name, since its cache holds much else."""
-    return {_directory_of(Path(entry)) for entry in entries if not entry.startswith("hf://")}
-
-
-def _directory_of(path: Path) -> Path:
-    if path.is_dir():
-        return path
-    return _split_glob(path)[0] if _GLOB.search(str(path)) and not path.exists() else path.parent
-
-
 def file_stamp(path: Path) -> FileStamp:
     """Size, time of the last change and inode.
 
@@ -88,7 +77,7 @@ def unreadable(
 
 
 def _files_of(entry: str, data_roots: Sequence[Path] | None) -> list[SourceFile]:
-    if entry.startswith("hf://"):
+    if is_hub_name(entry):
         directory, pattern = _hub_directory(entry, data_roots)
         return _matching(directory, pattern, entry) if pattern else _below(directory, entry)
     path = _allowed(entry, data_roots, entry)
@@ -97,8 +86,8 @@ def _files_of(entry: str, data_roots: Sequence[Path] | None) -> list[SourceFile]
             files = _below(path, entry)
         elif path.is_file():
             return [SourceFile(path, path.name)]
-        elif _GLOB.search(entry):
-            files = _matching(*_split_glob(path), entry)
+        elif GLOB.search(entry):
+            files = _matching(*split_glob(path), entry)
         else:
             found = "is not a file" if path.exists() else "does not exist"
             raise _invalid(f"The conversation file {path} {found}.")
@@ -118,12 +107,6 @@ def _allowed(name: str, data_roots: Sequence[Path] | None, entry: str) -> Path:
     if data_roots is not None and not any(path.is_relative_to(root.resolve()) for root in data_roots):
         raise _outside(entry, data_roots)
     return path
-
-
-def _split_glob(path: Path) -> tuple[Path, str]:
-    """The directory before the first part with a wildcard, and the rest."""
-    first = next(index for index, part in enumerate(path.parts) if _GLOB.search(part))
-    return Path(*path.parts[:first]), str(Path(*path.parts[first:]))
 
 
 def _matching(directory: Path, pattern: str, entry: str) -> list[SourceFile]:

@@ -21,6 +21,7 @@ from slipstream.launcher.stack import (
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
 from slipstream.packaged_model import RECIPE, given_model, packaged_model
+from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.device import overrides_for
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
@@ -120,7 +121,7 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
     path = recipes.find_recipe(wanted.recipe or RECIPE)
     spec = load_recipe(path, overrides).spec
     files = (*spec.data.files, *([spec.eval.prompts] if spec.eval.prompts else []))
-    places = (str(path.absolute().parent), *(str(Path(file).parent) for file in files))
+    places = (str(path.absolute().parent), *map(str, directories_of(files)))
     return spec.target, tuple(dict.fromkeys(places))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.locate import key_lines
 from slipstream.run_spec.overrides import Override, apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
@@ -211,7 +212,7 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolve_paths(spec: RunSpec, directory: Path) -> RunSpec:
-    files = tuple(file if file.startswith("hf://") else _absolute(file, directory) for file in spec.data.files)
+    files = tuple(file if is_hub_name(file) else _absolute(file, directory) for file in spec.data.files)
     prompts = spec.eval.prompts and _absolute(spec.eval.prompts, directory)
     return spec.model_copy(
         update={

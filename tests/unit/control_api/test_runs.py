@@ -231,6 +231,7 @@ def test_relative_files_need_a_root(client: TestClient, file: str) -> None:
         ("data/demo_conversations.jsonl.gz", str(Path(recipes.__file__).parent / "data/demo_conversations.jsonl.gz")),
         ("data/../__init__.py", "/data/one/__init__.py"),
         ("data/" + "x" * 5000, "/data/one/data/" + "x" * 5000),
+        ("hf://datasets/owner/name@0123abc", "hf://datasets/owner/name@0123abc"),
     ],
 )
 def test_files_stay_inside_the_roots(app: FastAPI, client: TestClient, file: str, found: str | None) -> None:

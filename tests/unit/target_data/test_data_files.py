@@ -9,9 +9,10 @@ import pytest
 from huggingface_hub import constants
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.reasons import Reason
 from target_server import data_files
-from target_server.data_files import directories_of, find_files
+from target_server.data_files import find_files
 
 
 def touch(*paths: Path) -> None:
@@ -128,4 +129,4 @@ def test_directories_that_a_server_may_read_for_a_recipe(tmp_path: Path) -> None
     (tmp_path / "saved").mkdir()
     entries = ("a/x.jsonl", "b/*/y*.jsonl", "saved", "hf://datasets/owner/name/data/*.parquet")
     found = directories_of([entry if entry.startswith("hf:") else str(tmp_path / entry) for entry in entries])
-    assert found == {tmp_path / "a", tmp_path / "b", tmp_path / "saved"}
+    assert found == [tmp_path / "a", tmp_path / "b", tmp_path / "saved"]
