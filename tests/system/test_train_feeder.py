@@ -182,7 +182,7 @@ def test_a_pause_is_said_once_and_ends(desk: Desk, caplog: pytest.LogCaptureFixt
     first = take(source, 3)
     said = Heard("stream_paused")
     desk.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=link.subscription))
-    # A feeder whose room is full asks for nothing, and so hears nothing: what was ready before the pause is taken first.
+    # A feeder whose room is full asks for nothing, and so hears nothing: what was ready before is taken first.
     taking = time.monotonic() + 20
     while not said.event.wait(0.02):
         assert time.monotonic() < taking, "the pause was never said"
