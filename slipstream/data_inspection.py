@@ -62,6 +62,8 @@ class Inspection(Part):
     """What became of the first records of every file."""
 
     model: str
+    remarks: tuple[str, ...] = ()
+    """What will make a run fail although its data is good."""
     limit: int
     """Records of each file that were looked at, at most."""
     max_document_tokens: int

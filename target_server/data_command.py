@@ -2,8 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,7 +17,7 @@ from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec, TargetSpec
+from slipstream.run_spec.spec import DataSpec, DrafterSpec, TargetSpec
 
 if TYPE_CHECKING:
     from target_server.record_files import SourceFile
@@ -23,6 +26,16 @@ Files: TypeAlias = "Sequence[SourceFile]"
 
 COMMANDS = ("inspect", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Whose tokenizer reads which data."""
+
+    target: TargetSpec
+    data: DataSpec
+    drafter: DrafterSpec | None = None
+    """Of a recipe; files alone have none."""
 
 
 class _Given(BaseModel):
@@ -83,28 +96,55 @@ def run(args: argparse.Namespace) -> int:
     """
     from target_server.data_files import find_files
 
-    target, data = read_sources(args.sources, args.model, args.set)
-    files = find_files(data.files, None)
-    _write(args.report, _ACTIONS[args.command](args, target, data, files).model_dump_json())
+    wanted = read_sources(args.sources, args.model, args.set)
+    files = find_files(wanted.data.files, None)
+    _write(args.report, _ACTIONS[args.command](args, wanted, files).model_dump_json())
     return 0
 
 
-def _inspect(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
-    from slipstream.target_loading import load_tokenizer
-    from target_server.inspection import inspect_files
-
-    tokenizer = load_tokenizer(target)
-    return inspect_files(data, files, tokenizer, model=target.model, limit=args.limit, document=args.document)
-
-
-def _index(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
-    from slipstream.target_loading import load_tokenizer
-    from target_server.dataset import load_documents
-
-    return load_documents(data, load_tokenizer(target), files=files, split=args.split, jobs=args.jobs).report
+@contextmanager
+def said_when_slow(words: str, seconds: float = 1.0) -> Iterator[None]:
+    """Write `words` to stderr when the block takes longer than that."""
+    timer = threading.Timer(seconds, lambda: sys.stderr.write(f"{words}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
-def _regenerate(args: argparse.Namespace, target: TargetSpec, data: DataSpec, files: Files) -> BaseModel:
+def _inspect(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
+    target = wanted.target
+    with said_when_slow(f"reading the tokenizer of {target.model} …"):
+        from slipstream.target_files import locate_tokenizer
+        from slipstream.target_loading import load_tokenizer
+        from target_server.inspection import inspect_files
+        from target_server.mask_remark import mask_remark, vocabulary_rows
+
+        tokenizer = load_tokenizer(target)
+    inspection = inspect_files(
+        wanted.data, files, tokenizer, model=target.model, limit=args.limit, document=args.document
+    )
+    if wanted.drafter is None:
+        return inspection
+    located = locate_tokenizer(target)
+    # A GGUF file has a row for each of its tokens, and no more.
+    rows = len(tokenizer) if located.is_gguf else vocabulary_rows(located.root)
+    remark = mask_remark(wanted.drafter, tokenizer, rows)
+    return inspection.model_copy(update={"remarks": (remark,) if remark else ()})
+
+
+def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
+    with said_when_slow(f"reading the tokenizer of {wanted.target.model} …"):
+        from slipstream.target_loading import load_tokenizer
+        from target_server.dataset import load_documents
+
+        tokenizer = load_tokenizer(wanted.target)
+    return load_documents(wanted.data, tokenizer, files=files, split=args.split, jobs=args.jobs).report
+
+
+def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     import torch
 
     from slipstream.target_fingerprint import fingerprint_target
@@ -124,6 +164,7 @@ def _regenerate(args: argparse.Namespace, target: TargetSpec, data: DataSpec, fi
         )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    target, data = wanted.target, wanted.data
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     loaded = load_causal_lm(target, device)
     settings = {
@@ -139,7 +180,7 @@ def _regenerate(args: argparse.Namespace, target: TargetSpec, data: DataSpec, fi
 _ACTIONS = {"inspect": _inspect, "index": _index, "regenerate": _regenerate}
 
 
-def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec]:
+def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[str]) -> Wanted:
     """Target and data of a recipe, or of files and flags.
 
     Raises:
@@ -154,7 +195,8 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         )
     if recipes:
         spec = load_recipe(Path(recipes[0]), overrides).spec
-        return (spec.target if model is None else spec.target.model_copy(update={"model": model})), spec.data
+        target = spec.target if model is None else spec.target.model_copy(update={"model": model})
+        return Wanted(target, spec.data, spec.drafter)
     table: dict[str, Any] = {"data": {"files": list(sources)}, "target": {"model": model} if model else {}}
     apply_overrides(table, [parse_override(override) for override in overrides])
     if not table["target"].get("model"):
@@ -170,7 +212,7 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         raise SlipstreamError(
             "; ".join(problems) + ".", reason=Reason.SPEC_INVALID, remedy="Correct the --set flags."
         ) from error
-    return given.target, given.data
+    return Wanted(given.target, given.data)
 
 
 def _write(path: Path, text: str) -> None:

@@ -22,6 +22,8 @@ def inspection_view(inspection: Inspection, *, whole: bool, colour: bool) -> Ite
         colour: False marks supervised tokens with brackets, for pipes and files.
     """
     yield Text.assemble(("tokenizer  ", "bold"), inspection.model)
+    for remark in inspection.remarks:
+        yield Text(f"  note: {remark}", "yellow")
     for source in inspection.sources:
         yield Text()
         yield from _source(source)

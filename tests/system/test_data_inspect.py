@@ -44,6 +44,11 @@ def inspect(processes: Processes, *arguments: str | Path, status: int = 0) -> Ma
     return process
 
 
+def inspection_of(process: ManagedProcess) -> Inspection:
+    """What `-o json` printed; stderr may say before it what takes so long."""
+    return Inspection.model_validate_json(process.output[process.output.index("{") :])
+
+
 def test_tokens_lengths_cuts_and_drops(processes: Processes, mixed: Path, tokenizer: Path) -> None:
     flags = ("--model", tokenizer, "--set", "data.pack_tokens=256")
     output = inspect(processes, mixed, *flags).output
@@ -58,7 +63,7 @@ def test_tokens_lengths_cuts_and_drops(processes: Processes, mixed: Path, tokeni
 
 def test_the_same_as_json(processes: Processes, mixed: Path, tokenizer: Path) -> None:
     process = inspect(processes, mixed, "--model", tokenizer, "--limit", "2", "-o", "json")
-    inspection = Inspection.model_validate_json(process.output)
+    inspection = inspection_of(process)
     (source,) = inspection.sources
     assert (source.complete, source.report.read, source.report.count(Finding.BROKEN_JSON)) == (False, 2, 1)
     (document,) = inspection.documents
@@ -79,6 +84,22 @@ def test_strict_and_nothing_usable(processes: Processes, mixed: Path, tokenizer:
 def test_a_recipe_names_data_and_tokenizer(processes: Processes, tiny_recipe: Path) -> None:
     output = inspect(processes, tiny_recipe, "--set", "data.heldout_fraction=0.5").output
     assert re.search(r"120 conversations read: \d+ used for train, [1-9]\d* in the other split, 0 dropped", output)
+
+
+def test_a_run_that_would_find_no_mask_token_is_told_before(
+    processes: Processes, mixed: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'name = "r"\ntarget.model = "{tokenizer}"\ndata.files = ["{mixed}"]\ntrain = {{ max_steps = 1 }}\n'
+    )
+    output = inspect(processes, recipe).output
+    assert "the recipe names no mask token and the tokenizer has none" in output
+    assert "set drafter.mask_token to a special token that no answer contains (it has: " in output
+    named = inspect(processes, recipe, "--set", "drafter.mask_token=<|im_end|>", "-o", "json")
+    assert inspection_of(named).remarks == ()
+    # Files alone say nothing of a drafter.
+    assert "names no mask token" not in inspect(processes, mixed, "--model", tokenizer).output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""What is said before a run: a mask token that is missing, and what takes long."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from slipstream.run_spec.spec import DrafterSpec
+from target_server.data_command import said_when_slow
+from target_server.mask_remark import mask_remark, vocabulary_rows
+from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("drafter", "spare_rows", "says"),
+    [
+        ({}, 0, "names no mask token and the tokenizer has none; a run fails: set drafter.mask_token"),
+        ({}, None, "unless the model's vocabulary has a row to spare, a run fails"),
+        ({}, 64, None),
+        ({"mask_token_id": 3}, 0, None),
+        ({"mask_token": "<|im_start|>"}, 0, None),
+        ({"mask_token": "<mask>"}, 64, "'<mask>' is no special token of the tokenizer"),
+    ],
+)
+def test_a_missing_mask_token(
+    tmp_path: Path, drafter: dict[str, object], spare_rows: int | None, says: str | None
+) -> None:
+    tokenizer = build_tiny_tokenizer(tmp_path)
+    rows = None if spare_rows is None else len(tokenizer) + spare_rows
+    remark = mask_remark(DrafterSpec.model_validate(drafter), tokenizer, rows)
+    assert remark is None if says is None else remark is not None and says in remark
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [({"vocab_size": 9}, 9), ({"text_config": {"vocab_size": 8}}, 8), ({}, None), ([], None), (None, None)],
+)
+def test_rows_of_the_vocabulary(tmp_path: Path, config: object, rows: int | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocabulary_rows(tmp_path) == rows
+
+
+def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = threading.Event()
+
+    class Heard:
+        def write(self, text: str) -> None:
+            assert text == "reading …\n"
+            said.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", Heard())
+        with said_when_slow("reading …", seconds=0.0):
+            assert said.wait(60)
+    with said_when_slow("too early", seconds=3600):
+        pass
+    assert capsys.readouterr().err == ""
