@@ -10,6 +10,7 @@ import recipes
 from slipstream.cli.api_access import control_api, say_next
 from slipstream.cli.display import print_json, print_line
 from slipstream.cli.runs import figures
+from slipstream.cli.runs.local_files import require_local_files
 from slipstream.cli.runs.watch import watch_run
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
@@ -19,13 +20,15 @@ def create(args: argparse.Namespace) -> int:
     """Check the recipe here, send it, and watch the run if that was asked for.
 
     Raises:
-        SlipstreamError: SPEC_INVALID with every error of the recipe; what the API refuses, such as a target that
+        SlipstreamError: SPEC_INVALID with every error of the recipe; DATA_INVALID and MODEL_INVALID, a file that is
+            not on this machine where all runs on it; what the API refuses, such as a target that
             serves another model.
     """
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
     spec = load_recipe(recipes.find_recipe(args.recipe), [*args.set, *name]).spec
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
     with control_api(args) as client:
+        require_local_files(spec, client, args.target)
         run = client.post("/v1/runs", body)
         if args.watch:
             return watch_run(client, args, run["name"], first=run)

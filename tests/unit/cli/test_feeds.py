@@ -182,6 +182,7 @@ def test_watch_ends_with_the_run_that_is_deleted(desk: Desk, start: Start) -> No
 
 def test_create_and_watch(desk: Desk, start: Start, tmp_path: Any) -> None:
     desk.target()
+    (tmp_path / "a").touch()
     recipe = tmp_path / "mine.toml"
     recipe.write_text(
         'name = "mine"\ntarget.model = "m"\ndata = {files = ["a"], pack_tokens = 128}\n'

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import recipes
 from control_api.store import runs, targets
 from slipstream import control_client
 from slipstream.run_spec.spec import RunSpec
@@ -27,6 +28,7 @@ train = { device = "cpu", attention = "sdpa", max_steps = 100 }
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(RECIPE)
+    (tmp_path / "conversations.jsonl").touch()
     return path
 
 
@@ -114,6 +116,53 @@ def test_create_refuses_the_model_of_another_target(desk: Desk, slipstream: Comm
     assert "some/model" in answer.err
 
 
+MISSING: list[tuple[str, int, str]] = [
+    ('data.files=["/none/a.jsonl"]', 3, "data.files names /none/a.jsonl, which does not exist on this machine"),
+    ('data.files=["conversation.jsonl"]', 3, "Did you mean {directory}/conversations.jsonl?"),
+    ('data.files=["conversations.jsonl", "*.parquet"]', 3, "data.files names {directory}/*.parquet, which does not"),
+    ("eval.prompts=prompts.jsonl", 3, "eval.prompts names {directory}/prompts.jsonl, which does not exist"),
+    ("target.model=./model", 3, "target.model names {directory}/model, which does not exist"),
+    ("target.model=model.gguf", 3, "target.model names {directory}/model.gguf, which does not exist"),
+]
+
+
+def test_create_refuses_files_that_are_not_here(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.target()
+    for override, status, words in MISSING:
+        answer = slipstream("run", "create", recipe, "--set", override)
+        assert (answer.status, answer.out) == (status, ""), override
+        assert words.format(directory=recipe.parent) in answer.err
+    assert desk.get("runs")["runs"] == []
+
+
+@pytest.mark.parametrize(
+    "files", [["*.jsonl"], ["."], ["hf://datasets/owner/talks"], ["{shipped}/data/demo_conversations.jsonl.gz"]]
+)
+def test_create_takes_what_is_here_or_is_no_path(
+    desk: Desk, slipstream: Command, recipe: Path, files: list[str]
+) -> None:
+    desk.target()
+    shipped = Path(recipes.__file__).parent
+    named = json.dumps([one.format(shipped=shipped) for one in files])
+    assert slipstream("run", "create", recipe, "--set", f"data.files={named}").status == 0
+
+
+@pytest.mark.parametrize("address", ["target:50051", "192.0.2.7:50051"])
+def test_create_leaves_files_of_another_machine_alone(
+    desk: Desk, slipstream: Command, recipe: Path, address: str
+) -> None:
+    with desk.services.database.write() as session:
+        targets.add(session, name="away", address=address, now=1.0)
+    changes = ('data.files=["/none/a.jsonl"]', "eval.prompts=/none/prompts.jsonl", "target.model=/none/model")
+    answer = slipstream("run", "create", recipe, *(word for one in changes for word in ("--set", one)))
+    assert answer.status == 0, answer.err
+
+
+def test_create_takes_a_model_that_the_target_serves_already(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.serves("/gone/since/model", None)
+    assert slipstream("run", "create", recipe, "--set", "target.model=/gone/since/model").status == 0
+
+
 # ---- ls and get
 
 
@@ -178,7 +227,7 @@ def test_get_says_why_a_run_failed(desk: Desk, slipstream: Command) -> None:
 
 def test_get_as_json_and_as_a_recipe(desk: Desk, slipstream: Command, tmp_path: Path) -> None:
     desk.target()
-    desk.run()
+    desk.run(data={"files": [str(tmp_path)], "pack_tokens": 128})
     answer = slipstream("run", "get", "demo", "-o", "json")
     assert (json.loads(answer.out)["name"], answer.err) == ("demo", "")
     path = tmp_path / "again.toml"
