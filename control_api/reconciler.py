@@ -49,7 +49,9 @@ class Reconciler(BackgroundThread):
         This process stood still, or the machine slept, or the database could not be written; or the clock was set. In
         all of these nothing was heard, or nobody knows for how long.
         """
-        return abs(now - self._looked_at) > self._settings.trainer_timeout / 2
+        # More than two passes apart in any case: else a short timeout would make every pause between them an absence.
+        longest = max(self._settings.trainer_timeout / 2, 3 * self._settings.reconcile_seconds)
+        return abs(now - self._looked_at) > longest
 
     def reconcile(self) -> None:
         """One pass over all runs.

@@ -254,6 +254,15 @@ def test_time_in_which_nothing_could_be_heard_is_no_silence(desk: Desk, seconds:
     assert desk.state() == "FAILED", "silence is noticed as ever"
 
 
+@pytest.mark.parametrize("settings", [Settings(trainer_timeout=1.0)])
+def test_silence_is_noticed_with_a_timeout_no_longer_than_the_time_between_two_passes(desk: Desk) -> None:
+    desk.trainer()
+    for _ in range(2):
+        desk.clock.jump(1.0)
+        desk.reconcile()
+    assert desk.get("trainers/t1")["status"] == "LOST"
+
+
 def test_a_heartbeat_that_is_newer_than_the_time_of_the_pass(desk: Desk) -> None:
     work = desk.running()
     for _ in range(3):
