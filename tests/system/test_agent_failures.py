@@ -44,6 +44,7 @@ def test_an_agent_that_is_killed_and_one_that_leaves(
     again.wait_for_line(r"child_started .*child=2", timeout=60)
     assert survivors(orphan, seconds=30) == []
     stack.faults.wait_until_held(20)
+    again.wait_for_line("reported run=moved state=RUNNING", timeout=60)
     assert stack.state("moved") == "RUNNING"
 
     again.terminate()

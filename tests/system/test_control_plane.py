@@ -168,6 +168,7 @@ def test_a_target_that_goes_away_and_comes_back(
     target, address = serve()
     with agent_stack(processes, tiny_recipe, address, tmp_path) as stack:
         stack.faults.hold(10)
+        stack.faults.hold(20)
         stack.create("survivor", "train.max_steps=30", "checkpoint.every_steps=10")
         run = watch(stack, "survivor")
         agent = stack.start_agent()
@@ -189,6 +190,8 @@ def test_a_target_that_goes_away_and_comes_back(
         assert again == address
         assert stack.client.post("/v1/targets/local:probe")["status"] == "REACHABLE"
         run.condition("TARGET_UNREACHABLE", holds=False)
+        run.state("RUNNING")
+        stack.faults.let_go(20)
         run.state("SUCCEEDED")
         assert stack.steps("survivor") == list(range(30)), "no step was lost, none was trained twice"
         history = [one["state"] for one in stack.client.get("/v1/runs/survivor")["history"]]
