@@ -26,7 +26,8 @@ COMMANDS = {
 }
 """Every command with its line in `slipstream --help`; the module of the same name in `commands` does the work.
 
-Such a module has `add_parser(subparsers)`, which registers the command under its name, and `run(args) -> int`.
+Such a module has `add_parser(subparsers)`, which registers the command under its name, and `run(args) -> int`; perhaps
+`complete(arguments)`, which writes out what was left out.
 """
 
 
@@ -50,7 +51,9 @@ def run_command(arguments: Sequence[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
         if name == chosen:
-            importlib.import_module(f"slipstream.cli.commands.{name}").add_parser(subparsers)
+            module = importlib.import_module(f"slipstream.cli.commands.{name}")
+            module.add_parser(subparsers)
+            arguments = module.complete(arguments) if hasattr(module, "complete") else arguments
         else:
             subparsers.add_parser(name, help=summary)
     parsed = parser.parse_args(arguments)

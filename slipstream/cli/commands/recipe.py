@@ -1,7 +1,10 @@
-"""`slipstream recipe show RECIPE`: the run that a recipe and its overrides define, with where each value came from."""
+"""`slipstream recipe [show] RECIPE`: the run that a recipe and its overrides define, and where each value came from."""
 
 import argparse
 import json
+from collections.abc import Sequence
+
+_ACTIONS = ("list", "show")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -17,6 +20,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     show.add_argument("recipe", metavar="RECIPE", help="a .toml file, or the name of a recipe that ships")
     show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override; a later one wins")
     show.add_argument("-o", "--output", choices=("text", "json"), default="text")
+
+
+def complete(arguments: Sequence[str]) -> list[str]:
+    """`recipe my.toml` means `recipe show my.toml`."""
+    after = arguments.index("recipe") + 1
+    words = [*arguments]
+    if len(words) > after and not words[after].startswith("-") and words[after] not in _ACTIONS:
+        words.insert(after, "show")
+    return words
 
 
 def run(args: argparse.Namespace) -> int:

@@ -83,6 +83,13 @@ def test_recipe_show_gives_values_with_origins() -> None:
     assert ["keep", "=", "2", "#"] in [line[:4] for line in lines]
 
 
+def test_a_recipe_alone_is_shown() -> None:
+    shown = slipstream("recipe", "show", "demo-smollm2-135m", "-o", "json")
+    assert slipstream("recipe", "demo-smollm2-135m", "-o", "json").stdout == shown.stdout
+    assert "no recipe at nowhere/my.toml" in slipstream("recipe", "nowhere/my.toml").stderr
+    assert "usage: slipstream recipe" in slipstream("recipe", "--help").stdout
+
+
 def test_recipe_show_as_json(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('name = "mine"\ntarget.model = "m"\ndata.files = ["a"]\ntrain.epochs = 1\n')
