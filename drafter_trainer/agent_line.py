@@ -34,6 +34,11 @@ class AgentLine:
         # What this process starts must not keep the line open.
         self._socket.set_inheritable(False)
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent started this process, not a person."""
+        return self._socket is not None
+
     def waits_for_target(self, reason: Reason | None) -> None:
         """The run waits for its target, for this reason; None: it goes on."""
         self._tell(waits_for_target=reason)

@@ -91,12 +91,12 @@ def train(spec: RunSpec, options: RunOptions) -> int:
             log_event(_log, "info", "stopped", step="none", detail="the target had not answered yet")
             options.agent.ended("stopped")
             return 0
-        how = _say_how_it_ended(spec, loop, stopped=stop.event.is_set())
+        how = _say_how_it_ended(spec, loop, stopped=stop.event.is_set(), by_hand=not options.agent.has_agent)
         options.agent.ended(how, loop.standing.next_step)
     return 0
 
 
-def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> str:
+def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool, by_hand: bool) -> str:
     standing = loop.standing
     facts = {
         "run": spec.name,
@@ -110,7 +110,9 @@ def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool) -> st
         log_event(_log, "info", "run_finished", **facts)
         return "finished"
     if stopped:
-        log_event(_log, "info", "stopped", **facts, to_resume="run the same command again")
+        # What an agent started is resumed by whoever told it so, not by this command.
+        how_to = {"to_resume": "run the same command again"} if by_hand else {}
+        log_event(_log, "info", "stopped", **facts, **how_to)
         return "stopped"
     log_event(_log, "warning", "stream_exhausted", **facts)
     return "exhausted"

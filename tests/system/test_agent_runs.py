@@ -81,6 +81,8 @@ def test_verbs_and_a_control_api_that_is_away(stack: Stack, tiny_recipe: Path, u
     assert sorted(path.name for path in logs.iterdir()) == ["attempt-0001.log", "attempt-0002.log"]
     lines = [one["text"] for one in stack.client.listing("/v1/runs/verbs/logs")]
     written = [line for path in sorted(logs.iterdir()) for line in path.read_text().splitlines()]
+    assert any(" stopped " in line for line in written)
+    assert not any("run the same command again" in line for line in written), "no command of a person started it"
     assert lines == written, "a line of the log is missing"
     agent.terminate()
     assert agent.wait_exit() == 0, agent.output
