@@ -5,8 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.cli.display import ABSENT, duration, measure, percent
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import Condition
 
 Json = Mapping[str, Any]
+_FAILS_AGAIN = {
+    Reason.SPEC_INVALID,
+    Reason.DATA_INVALID,
+    Reason.MODEL_INVALID,
+    Reason.PATH_NOT_ALLOWED,
+    Reason.TARGET_INCOMPATIBLE,
+    Reason.ENVIRONMENT_UNSUPPORTED,
+}
+"""Reasons that lie in what the run is, or where it may train: another try ends as this one did."""
+_STANDS_STILL = (Condition.TARGET_UNREACHABLE, Condition.TRAINER_LOST)
 _TOLD = ("step", "trainer", "reason")
 """What is told of an event that has no message."""
 
@@ -24,17 +36,44 @@ def steps(progress: Json) -> str:
 
 def progress_words(run: Json) -> str:
     """`step 42/400 (10.5%), loss 3.214, accepted length 1.23, 1,234 tokens/s, ETA 3m 12s`; what is known of it."""
-    progress, record, throughput = run["progress"], run["latest_metrics"] or {}, run["throughput"] or {}
+    progress, record = run["progress"], run["latest_metrics"] or {}
     words = f"step {steps(progress)}"
     if progress["fraction"] is not None:
         words += f" ({percent(progress['fraction'])})"
     known = {
         "loss ": measure(record.get("loss")),
         "accepted length ": accepted_length(record),
-        "tokens/s ": measure(throughput.get("trainer_tokens_per_second"), 0),
+        "tokens/s ": pace(run),
         "ETA ": duration(progress["eta_seconds"]),
     }
+    halt = standstill(run)
+    if halt is not None:
+        known |= {"tokens/s ": ABSENT, "ETA ": ABSENT, "": halt}
     return ", ".join([words, *(name + value for name, value in known.items() if value != ABSENT)])
+
+
+def pace(run: Json) -> str:
+    """Tokens that its trainer trains in a second; `-` while it stands still, whatever was measured before."""
+    throughput = run["throughput"] or {}
+    return ABSENT if standstill(run) else measure(throughput.get("trainer_tokens_per_second"), 0)
+
+
+def time_left(run: Json) -> str:
+    """The time to its end, or the condition that it stands still with."""
+    return standstill(run) or duration(run["progress"]["eta_seconds"])
+
+
+def standstill(run: Json) -> str | None:
+    """The condition with which nothing is trained; None where there is none."""
+    return next((one["type"] for one in run["conditions"] if one["type"] in _STANDS_STILL), None)
+
+
+def step_back(before: Json | None, record: Json) -> str | None:
+    """What is to say where another training process begins before the step that the last one had reached."""
+    if before is None or record["incarnation"] == before["incarnation"] or record["step"] > before["step"]:
+        return None
+    step = record["step"]
+    return f"goes on from step {step} (last checkpoint)" if step else "begins again: there was no checkpoint yet"
 
 
 def with_record(run: Json, record: Json) -> dict[str, Any]:
@@ -46,8 +85,10 @@ def with_record(run: Json, record: Json) -> dict[str, Any]:
         "fraction": min(1.0, step / total) if total else None,
         "eta_seconds": _number(record.get("eta_seconds")),
     }
-    pace = _number(record.get("tokens_per_second"))
-    throughput = dict(run["throughput"] or {}) | ({"trainer_tokens_per_second": pace} if pace is not None else {})
+    measured = _number(record.get("tokens_per_second"))
+    throughput = dict(run["throughput"] or {})
+    if measured is not None:
+        throughput["trainer_tokens_per_second"] = measured
     return dict(run) | {"progress": progress, "latest_metrics": record, "throughput": throughput or None}
 
 
@@ -86,5 +127,6 @@ def next_commands(run: Json) -> list[str]:
     if state == "SUCCEEDED":
         return [f"checkpoint ls {name}"]
     if state == "FAILED":
-        return [f"run logs {name} --tail 50", f"run resume {name}"]
+        then = "delete" if run["reason"] in _FAILS_AGAIN else "resume"
+        return [f"run logs {name} --tail 50", f"run {then} {name}"]
     return [f"run resume {name}"] if state in ("PAUSED", "STOPPED") else [f"run watch {name}"]

@@ -10,7 +10,6 @@ from slipstream.cli.display import (
     ABSENT,
     Column,
     age,
-    duration,
     is_terminal,
     local_time,
     make_console,
@@ -80,7 +79,7 @@ def get_run(args: argparse.Namespace) -> int:
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    progress, record, throughput = run["progress"], run["latest_metrics"] or {}, run["throughput"] or {}
+    progress, record = run["progress"], run["latest_metrics"] or {}
     return (
         run["name"],
         run["state"],
@@ -88,8 +87,8 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         figures.steps(progress),
         measure(record.get("loss")),
         figures.accepted_length(record),
-        measure(throughput.get("trainer_tokens_per_second"), 0),
-        duration(progress["eta_seconds"]),
+        figures.pace(run),
+        figures.time_left(run),
         ", ".join(run["trainers"]) or ABSENT,
         run["target"],
         age(run["created_at"]),

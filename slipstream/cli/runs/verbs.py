@@ -48,7 +48,7 @@ def apply_verb(args: argparse.Namespace) -> int:
 
 
 def delete(args: argparse.Namespace) -> int:
-    """Forget the run, and say where its files are."""
+    """Forget the run, and say where its files are, if a trainer had it."""
     with control_api(args) as client:
         path = f"/v1/runs/{segment(args.run)}"
         run = client.get(path)
@@ -59,8 +59,9 @@ def delete(args: argparse.Namespace) -> int:
         print_json({"deleted": run["name"], "directory": run["directory"], "checkpoints": paths})
         return 0
     print_line(f"{run['name']} is forgotten")
-    kept = f"; its newest checkpoint is {paths[-1]}" if paths else ""
-    print_line(f"its files stay in {run['directory']} below the trainer's directory of runs{kept}")
+    if paths or any(one["state"] == "STARTING" for one in run["history"]):
+        kept = f"; its newest checkpoint is {paths[-1]}" if paths else ""
+        print_line(f"its files stay in {run['directory']} below the trainer's directory of runs{kept}")
     say_next(args, "run ls")
     return 0
 

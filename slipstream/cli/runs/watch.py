@@ -78,6 +78,8 @@ def _changes(client: ControlClient, run: Run, screen: Screen) -> Iterator[Run]:
             raise SlipstreamError(f"Run {run['name']!r} was deleted.", reason=Reason.RUN_UNKNOWN)
         screen.take(message)
         if message.kind == "metric":
+            if words := figures.step_back(run["latest_metrics"], message.data["record"]):
+                screen.say(words)
             run = figures.with_record(run, message.data["record"])
         elif message.kind == "event":
             run = _ask(client, run)

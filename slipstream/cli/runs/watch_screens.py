@@ -19,6 +19,9 @@ class Screen(Protocol):
     def take(self, message: FeedMessage) -> None:
         """Something happened; the run that it leads to is shown next."""
 
+    def say(self, words: str) -> None:
+        """Something that no message says in words."""
+
     def show(self, run: figures.Json) -> None:
         """The run as it is now."""
 
@@ -50,6 +53,9 @@ class JsonLines(_Lines):
         """Print it."""
         print_json_line({"kind": message.kind, "cursor": message.cursor, "data": message.data})
 
+    def say(self, _words: str) -> None:
+        """Nothing: the messages say it to a program."""
+
     def show(self, run: figures.Json) -> None:
         """Print the first one."""
         if not self._has_begun:
@@ -74,6 +80,10 @@ class PlainLines(_Lines):
         self._is_event = message.kind == "event"
         if self._is_event:
             print_line(_event_line(message.data))
+
+    def say(self, words: str) -> None:
+        """Print a line."""
+        print_line(words)
 
     def show(self, run: figures.Json) -> None:
         """Print the first one, then progress when it is time."""
@@ -101,6 +111,10 @@ class LiveLine:
         """Print an event."""
         if message.kind == "event":
             self._live.console.print(printable(_event_line(message.data)), soft_wrap=True)
+
+    def say(self, words: str) -> None:
+        """Print a line above."""
+        self._live.console.print(words)
 
     def show(self, run: figures.Json) -> None:
         """Write the line anew."""

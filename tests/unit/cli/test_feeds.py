@@ -69,6 +69,28 @@ def test_watch_until_success(desk: Desk, start: Start) -> None:
     assert "\x1b" not in watch.output, "no colours in a pipe"
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(41, "goes on from step 41 (last checkpoint)"), (0, "begins again: there was no checkpoint yet")],
+)
+def test_watch_says_that_steps_are_trained_again(desk: Desk, start: Start, step: int, words: str) -> None:
+    assignment = desk.running()
+    train(desk, assignment, 0, 57)
+    watch = start("run", "watch", "demo", "--every", "0")
+    watch.wait_for_line("^step 57/100")
+    again = [record(number, incarnation=2) for number in range(step, step + 3)]
+    desk.beat(report=report(assignment, "RUNNING", metrics={"first_index": 57, "records": again}))
+    watch.wait_for_line(f"^step {step + 3}/100")
+    # A process that begins where the one before it ended has nothing to tell.
+    more = [record(step + 3, incarnation=3)]
+    desk.beat(report=report(assignment, "SUCCEEDED", metrics={"first_index": 60, "records": more}))
+    assert watch.wait_exit() == 0
+    told = watch.lines.index(words)
+    assert watch.lines.count(words) == 1
+    assert watch.lines[told + 1].startswith(f"step {step + 1}/100")
+    assert not [line for line in watch.lines[told + 1 :] if "goes on from" in line or "begins again" in line]
+
+
 @pytest.mark.parametrize(("state", "status"), [("STOPPED", 21), ("FAILED", 20)])
 def test_watch_says_by_its_status_how_the_run_ended(desk: Desk, start: Start, state: str, status: int) -> None:
     assignment = desk.running()

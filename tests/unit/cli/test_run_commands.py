@@ -225,6 +225,40 @@ def test_get_says_why_a_run_failed(desk: Desk, slipstream: Command) -> None:
     assert answer.err == "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n"
 
 
+@pytest.mark.parametrize("reason", ["SPEC_INVALID", "DATA_INVALID", "MODEL_INVALID", "PATH_NOT_ALLOWED"])
+def test_a_run_that_can_only_fail_again_is_not_to_be_resumed(desk: Desk, slipstream: Command, reason: str) -> None:
+    assignment = desk.running()
+    ended = {"child": 1, "reason": reason, "message": "No.", "remedy": "Change it.", "will_restart": False}
+    desk.beat(report=report(assignment, "FAILED", exit=ended))
+    assert slipstream("run", "get", "demo").err == (
+        "next: slipstream run logs demo --tail 50\nnext: slipstream run delete demo\n"
+    )
+
+
+def test_old_figures_are_not_shown_while_the_target_is_away(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    train(desk, assignment, 0, 42)
+    desk.target(status="UNREACHABLE")
+    desk.reconcile()
+    (row,) = slipstream("run", "ls").out.splitlines()[1:]
+    assert " ".join(row.split()[:9]) == "demo RUNNING 42.0% 42/100 0.024 1.50 - TARGET_UNREACHABLE t1"
+    get = slipstream("run", "get", "demo").out
+    assert "step 42/100 (42.0%), loss 0.024, accepted length 1.50, TARGET_UNREACHABLE\n" in get
+    desk.target()
+    desk.reconcile()
+    assert "tokens/s 256, ETA 10s" in slipstream("run", "get", "demo").out
+
+
+def test_old_figures_are_not_shown_while_the_trainer_is_lost(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    train(desk, assignment, 0, 42)
+    desk.clock.on_tick = desk.reconcile
+    desk.clock.forward(desk.services.settings.trainer_timeout + 10)
+    assert "TRAINER_LOST" in desk.conditions()
+    (row,) = slipstream("run", "ls").out.splitlines()[1:]
+    assert "1.50 - TRAINER_LOST t1" in " ".join(row.split())
+
+
 def test_get_as_json_and_as_a_recipe(desk: Desk, slipstream: Command, tmp_path: Path) -> None:
     desk.target()
     desk.run(data={"files": [str(tmp_path)], "pack_tokens": 128})
@@ -394,6 +428,23 @@ def test_delete_says_where_files_stay(desk: Desk, slipstream: Command) -> None:
         "its files stay in demo below the trainer's directory of runs; its newest checkpoint is /runs/demo/step-40",
     ]
     assert slipstream("run", "get", "demo").status == 13
+
+
+def test_delete_of_a_run_that_never_had_a_trainer(desk: Desk, slipstream: Command) -> None:
+    desk.target()
+    desk.run()
+    desk.verb("stop")
+    assert slipstream("run", "delete", "demo").out == "demo is forgotten\n"
+
+
+def test_delete_of_a_run_without_a_checkpoint(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    desk.verb("stop")
+    desk.beat(report=report(assignment, "STOPPED"))
+    assert slipstream("run", "delete", "demo").out.splitlines() == [
+        "demo is forgotten",
+        "its files stay in demo below the trainer's directory of runs",
+    ]
 
 
 def test_delete_as_json(desk: Desk, slipstream: Command) -> None:
