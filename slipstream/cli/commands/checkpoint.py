@@ -29,16 +29,21 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: RUN_UNKNOWN, or the control API cannot be reached.
     """
+    from slipstream.cli.runs.figures import next_commands
     from slipstream.control_client import segment
+    from slipstream.run_spec.states import AT_REST
 
     with control_api(args) as client:
-        found = list(client.listing(f"/v1/runs/{segment(args.run)}/checkpoints"))
+        path = f"/v1/runs/{segment(args.run)}"
+        found = list(client.listing(f"{path}/checkpoints"))
+        owner = {} if found else client.get(path)
     if args.output == "json":
         print_json({"checkpoints": found})
         return 0
     if not found:
-        print("no checkpoint yet")
-        say_next(args, f"run watch {shlex.quote(args.run)}")
+        at_rest = owner["state"] in AT_REST
+        print("no checkpoint" if at_rest else "no checkpoint yet")
+        say_next(args, *(next_commands(owner) if owner["state"] != "SUCCEEDED" else ["run ls"]))
         return 0
     print_table(
         _COLUMNS, [(str(one["step"]), local_time(one["saved_at"]), one["path"], one["storage"]) for one in found]

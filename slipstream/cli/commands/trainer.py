@@ -104,16 +104,16 @@ def _detach(args: argparse.Namespace) -> int:
     with control_api(args) as client:
         trainer = client.post(f"/v1/trainers/{segment(args.trainer)}:detach")
     words = f"{trainer['name']} saves {trainer['run']} and leaves it; that run waits for another trainer"
-    _say(args, trainer, words, "trainer ls")
+    _say(args, trainer, words, "trainer ls", f"trainer attach TRAINER {shlex.quote(trainer['run'])}")
     return 0
 
 
-def _say(args: argparse.Namespace, trainer: Mapping[str, Any], words: str, command: str) -> None:
+def _say(args: argparse.Namespace, trainer: Mapping[str, Any], words: str, *commands: str) -> None:
     if args.output == "json":
         print_json(trainer)
         return
     print_line(words)
-    say_next(args, command)
+    say_next(args, *commands)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -169,13 +169,11 @@ def _unused_device(home: Path) -> str:
 
 
 def _become_agent(args: argparse.Namespace) -> int:
-    """This process goes on as the agent, so that Ctrl-C and signals reach it."""
+    """This process goes on as the agent, so that Ctrl-C and signals reach it. The agent says whether it may join."""
     access = find_api(args)
     command = [sys.executable, "-m", "drafter_trainer", "worker", "--api", access.address, "--device", args.device]
     for flag, value in (("--name", args.name), ("--runs", args.runs), ("--state", args.state)):
         if value is not None:
             command += [flag, str(value)]
-    say_next(args, "trainer ls")
-    sys.stderr.flush()
     token = {"SLIPSTREAM_TOKEN": access.token} if access.token else {}
     os.execve(sys.executable, command, os.environ | token)

@@ -43,6 +43,7 @@ def test_attach_and_detach(desk: Desk, slipstream: Command) -> None:
     assert answer.err == "next: slipstream run watch demo\n"
     answer = slipstream("trainer", "detach", "t1")
     assert (answer.status, answer.out) == (0, "t1 saves demo and leaves it; that run waits for another trainer\n")
+    assert answer.err == "next: slipstream trainer ls\nnext: slipstream trainer attach TRAINER demo\n"
     assert desk.beat()["assignment"]["desired_state"] == "STOPPED"
 
 
@@ -104,12 +105,16 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_start_in_the_foreground(slipstream: Command, replaced: list[list[str]], tmp_path: Path) -> None:
+def test_start_in_the_foreground(
+    slipstream: Command, replaced: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     flags = ("--api", "http://far:8080", "--token-file", token, "--name", "gpu5", "--device", "cuda:5")
     with pytest.raises(Replaced):
         slipstream("trainer", "start", *flags, "--runs", "/data/runs")
+    # Whether it may join is not known yet.
+    assert "next:" not in capsys.readouterr().err
     assert replaced == [
         [
             *("-m", "drafter_trainer", "worker", "--api", "http://far:8080", "--device", "cuda:5"),
@@ -217,3 +222,16 @@ def test_checkpoints(desk: Desk, slipstream: Command) -> None:
     listed = json.loads(slipstream("checkpoint", "ls", "demo", "-o", "json").out)["checkpoints"]
     assert [one["step"] for one in listed] == [20, 40]
     assert slipstream("checkpoint", "ls", "nobody").status == 13
+
+
+@pytest.mark.parametrize(
+    ("reason", "then"), [("DATA_INVALID", "run delete demo"), ("OUT_OF_MEMORY", "run resume demo")]
+)
+def test_no_checkpoint_of_a_run_that_failed(desk: Desk, slipstream: Command, reason: str, then: str) -> None:
+    assignment = desk.running()
+    ended = {"child": 1, "reason": reason, "message": "It broke.", "will_restart": False}
+    desk.beat(report=report(assignment, "FAILED", exit=ended))
+    answer = slipstream("checkpoint", "ls", "demo")
+    assert (answer.status, answer.out) == (0, "no checkpoint\n")
+    assert answer.err == f"next: slipstream run logs demo --tail 50\nnext: slipstream {then}\n"
+    assert json.loads(slipstream("checkpoint", "ls", "demo", "-o", "json").out) == {"checkpoints": []}
