@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafter_trainer.batch_source import BatchSource, StepBatch
-from drafter_trainer.checkpoint import Checkpoint, CheckpointState, Cursor, LoopState, save_checkpoint
+from drafter_trainer.checkpoint import Checkpoint, save_checkpoint
+from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.metrics import MetricsFile

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import slipstream
-from drafter_trainer.checkpoint import CheckpointState
+from drafter_trainer.checkpoint_state import CheckpointState
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason

@@ -41,21 +41,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, i
     return size, int.from_bytes(checksum.digest(), "big")
 
 
-def file_checksum(path: Path) -> tuple[int, int]:
-    """(bytes, crc32c) of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    checksum = google_crc32c.Checksum()
-    size = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            checksum.update(block)
-            size += len(block)
-    return size, int.from_bytes(checksum.digest(), "big")
-
-
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, object] = {}
     offset = 0

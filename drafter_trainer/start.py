@@ -14,7 +14,8 @@ import torch
 
 from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
-from drafter_trainer.checkpoint import CheckpointState, load_checkpoint, newest_checkpoint, read_state
+from drafter_trainer.checkpoint import load_checkpoint
+from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config

@@ -5,13 +5,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
+from drafter_trainer.evaluation.prompts import load_prompts
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
 
 if TYPE_CHECKING:
     from drafter_trainer.evaluation.prompt_decoder import DecodingPlan
-    from slipstream.run_spec.spec import RunSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
     """
     import sys
 
+    with sigterm_as_exit():
+        report = measure(args)
+
     from rich.console import Console
 
     from drafter_trainer.evaluation.report import print_report, write_report
 
-    with sigterm_as_exit():
-        report = measure(args)
     # The table first: it must not be lost where the file cannot be written.
     print_report(report, Console(file=sys.stdout))
     if args.output:
@@ -69,28 +74,26 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts; returns the report."""
+    # What may be refused at once comes before torch, whose import takes many seconds.
+    directory, spec, fingerprint = open_checkpoint(args.checkpoint)
+    prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
+
     import torch
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
     from drafter_trainer.evaluation.compare import compare
+    from drafter_trainer.evaluation.decoding_progress import with_progress
     from drafter_trainer.evaluation.prompt_decoder import decode_prompts
-    from drafter_trainer.evaluation.prompts import load_prompts
     from drafter_trainer.evaluation.report import to_dict
     from drafter_trainer.evaluation.target_check import is_training_target
 
-    directory, spec, fingerprint = open_checkpoint(args.checkpoint)
-    prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
     plan = make_plan(args, directory, spec)
     verified = is_training_target(plan.target, spec.target, fingerprint, allow_other=args.allow_other_target)
     gap_bound = 0.0 if plan.target.dtype == "float32" else spec.eval.bfloat16_gap_bound
-    columns = (*Progress.get_default_columns()[:-1], TextColumn("ETA"), TimeRemainingColumn())
     with (
         closing(decode_prompts(plan, prompts, args.jobs)) as decodings,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        closing(with_progress(decodings, len(prompts))) as watched,
     ):
-        tracked = progress.track(decodings, total=len(prompts), description="decoding prompts")
-        comparison = compare(tracked, plan.labels, gap_bound)
+        comparison = compare(watched, plan.labels, gap_bound)
     settings = {
         "checkpoint": directory.name,
         "run": spec.name,
@@ -107,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return to_dict(comparison, settings)
 
 
-def make_plan(args: argparse.Namespace, directory: Path, spec: "RunSpec") -> "DecodingPlan":
+def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> "DecodingPlan":
     """Flags where given, else the run definition."""
     import torch
 
@@ -127,19 +130,20 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: "RunSpec") -> "De
     )
 
 
-def open_checkpoint(path: Path) -> "tuple[Path, RunSpec, str]":
+def open_checkpoint(path: Path) -> tuple[Path, RunSpec, str]:
     """The checkpoint directory that `path` means, the run definition it was trained with, its target's fingerprint.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, there is none, it is damaged, or its run definition is of another version.
     """
-    from pydantic import ValidationError
-
-    from drafter_trainer.checkpoint import newest_checkpoint, read_state
-    from slipstream.run_spec.spec import RunSpec
-
+    if not path.exists():
+        raise SlipstreamError(
+            f"{path} does not exist",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="Name a run directory, or a checkpoint: `slipstream checkpoint ls RUN` lists those of a run.",
+        )
     directory = newest_checkpoint(path / "checkpoints") if (path / "checkpoints").is_dir() else path
-    if directory is None or not directory.is_dir():
+    if directory is None or not any((directory / name).exists() for name in (MANIFEST, "state.json")):
         raise SlipstreamError(
             f"{path} holds no checkpoint",
             reason=Reason.CHECKPOINT_INVALID,
@@ -158,7 +162,7 @@ def open_checkpoint(path: Path) -> "tuple[Path, RunSpec, str]":
         ) from error
 
 
-def _prompts_path(args: argparse.Namespace, spec: "RunSpec") -> Path:
+def _prompts_path(args: argparse.Namespace, spec: RunSpec) -> Path:
     if args.prompts:
         return Path(args.prompts)
     if spec.eval.prompts:

@@ -1,13 +1,16 @@
 """`drafter-trainer eval` as a process, on a checkpoint that a real trainer wrote."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from drafter_trainer.checkpoint_state import file_checksum
 from drafter_trainer.evaluation.command import open_checkpoint
-from drafter_trainer.safetensors_file import file_checksum
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from tests.fakes.process_group import survivors
@@ -50,6 +53,7 @@ def test_several_processes_and_the_untrained_drafter(
     )
     assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
     assert "Target verified" in evaluation.output and "Lossless" in evaluation.output
+    assert " decoded prompts=3/3" in evaluation.output, "no terminal: a line, no bar"
     report = json.loads(output.read_text())
     assert report["lossless"] is True and report["differences"] == {"untrained": [], "trained": []}
     assert report["settings"]["target_verified"] is True
@@ -84,6 +88,29 @@ def test_another_target_is_refused_unless_it_is_meant(
     assert meant.wait_exit(timeout=60) == 3, meant.output
     assert "Target not verified" in meant.output and "report cannot be written" in meant.output
     assert "Traceback" not in meant.output
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "prompts", "status", "words"),
+    [
+        ("nowhere", None, 11, "nowhere does not exist"),
+        (".", None, 11, "holds no checkpoint"),
+        ("{trained}", None, 2, "there are no prompts: the run has no eval.prompts"),
+        ("{trained}", "nowhere.jsonl", 3, "nowhere.jsonl cannot be read"),
+    ],
+)
+def test_refused_before_torch_is_imported(
+    trained: Path, tmp_path: Path, checkpoint: str, prompts: str | None, status: int, words: str
+) -> None:
+    code = "import sys\nfrom drafter_trainer.cli import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
+    flags = ["--prompts", prompts] if prompts else []
+    finished = subprocess.run(
+        [sys.executable, "-P", "-c", code, "eval", checkpoint.format(trained=trained), *flags],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert finished.stdout.split() == [str(status), "False"], finished.stderr
+    assert words in finished.stderr
 
 
 def test_missing_prompts_are_refused(processes: Processes, trained: Path) -> None:

@@ -13,19 +13,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from drafter_trainer.checkpoint import (
-    Checkpoint,
+from drafter_trainer.checkpoint import Checkpoint, load_checkpoint, load_drafter_weights, save_checkpoint
+from drafter_trainer.checkpoint_state import (
     CheckpointState,
     Cursor,
     LoopState,
-    load_checkpoint,
-    load_drafter_weights,
+    file_checksum,
     newest_checkpoint,
     read_state,
-    save_checkpoint,
 )
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.safetensors_file import file_checksum, write_safetensors
+from drafter_trainer.safetensors_file import write_safetensors
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from drafter_trainer.checkpoint import CheckpointState, Cursor, LoopState
+from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
 from drafter_trainer.resume import check_same_length, check_same_run
 from drafter_trainer.start import total_steps
 from slipstream.errors import SlipstreamError
