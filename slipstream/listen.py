@@ -75,14 +75,21 @@ class ListenAddress:
             raise self._refusal(error) from error
         return bound
 
+    def in_use(self, why: str = "") -> SlipstreamError:
+        """The refusal where something else listens there; `why` is the system's word for it."""
+        return SlipstreamError(
+            f"{self} is in use" + (f" ({why})" if why else ""),
+            reason=Reason.PORT_IN_USE,
+            remedy="Stop what listens there, or choose a port (0: any): --listen; a stack's target: --target-listen.",
+        )
+
     def _refusal(self, error: OSError) -> SlipstreamError:
         if isinstance(error, PermissionError):
             remedy = "Ports below 1024 need privileges; choose a higher one."
         elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             remedy = "The host must be an address of this machine."
         else:
-            remedy = "Stop what listens there, or choose a port (0: any): --listen; a stack's target: --target-listen."
-            return SlipstreamError(f"{self} is in use ({error.strerror})", reason=Reason.PORT_IN_USE, remedy=remedy)
+            return self.in_use(error.strerror or "")
         return SlipstreamError(f"cannot listen on {self}: {error.strerror}", reason=Reason.SPEC_INVALID, remedy=remedy)
 
     def __str__(self) -> str:

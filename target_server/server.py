@@ -226,18 +226,10 @@ def _bind(server: grpc.Server, listen: ListenAddress) -> int:
     try:
         port: int = server.add_insecure_port(str(listen))
     except RuntimeError as error:
-        raise _port_taken(listen) from error
+        raise listen.in_use() from error
     if port == 0:
-        raise _port_taken(listen)
+        raise listen.in_use()
     return port
-
-
-def _port_taken(listen: ListenAddress) -> SlipstreamError:
-    return SlipstreamError(
-        f"{listen} is in use",
-        reason=Reason.PORT_IN_USE,
-        remedy="Stop the process that listens there, choose another port, or let the system choose with port 0.",
-    )
 
 
 def _write_port_file(path: Path | None, address: ListenAddress) -> None:

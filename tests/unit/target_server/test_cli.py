@@ -117,6 +117,17 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert caught.value.reason is Reason.PORT_IN_USE
 
 
+def test_a_port_that_is_taken_while_the_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        # It was free a moment ago.
+        monkeypatch.setattr(ListenAddress, "bind", lambda _: socket.socket())
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SlipstreamError, match=f"{address} is in use") as caught:
+            run_command(serve(tmp_path, "--listen", address))
+    assert caught.value.reason is Reason.PORT_IN_USE
+    assert "--target-listen" in caught.value.remedy
+
+
 def test_shared_memory_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
     assert choose_shelf_bytes(None, tmp_path) == 4 * 2**30
