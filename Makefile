@@ -12,6 +12,7 @@ help: ## list the targets
 venv: $(INSTALLED) ## create .venv with everything, versions as in constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing into $(VENV), torch among it: a few minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
