@@ -36,7 +36,8 @@ def create(args: argparse.Namespace) -> int:
             print_json(run)
             return 0
         print_line(f"{run['name']} {run['state']} on target {run['target']}")
-        if not any(one["status"] == "FREE" for one in client.listing("/v1/trainers")):
+        # It may have been given to one in this moment.
+        if not any(one["status"] == "FREE" or one["run"] == run["name"] for one in client.listing("/v1/trainers")):
             print("no trainer is free: the run waits for one", file=sys.stderr)
             say_next(args, "trainer start")
     say_next(args, *figures.next_commands(run))

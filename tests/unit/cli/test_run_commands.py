@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,24 @@ def test_create_refuses_the_model_of_another_target(desk: Desk, slipstream: Comm
     assert answer.status == 8
     assert "serves another/model" in answer.err
     assert "some/model" in answer.err
+
+
+def test_create_does_not_ask_for_a_trainer_that_has_the_run_already(
+    desk: Desk, slipstream: Command, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.target()
+    desk.trainer()
+    post = control_client.ControlClient.post
+
+    def post_and_assign(client: control_client.ControlClient, *given: Any) -> dict[str, Any]:
+        created = post(client, *given)
+        desk.reconcile()
+        return created
+
+    monkeypatch.setattr(control_client.ControlClient, "post", post_and_assign)
+    answer = slipstream("run", "create", recipe)
+    assert desk.state("mine") == "STARTING"
+    assert answer.err == "next: slipstream run watch mine\n"
 
 
 MISSING: list[tuple[str, int, str]] = [
