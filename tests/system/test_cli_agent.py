@@ -39,6 +39,8 @@ def test_a_run_of_the_real_agent(processes: Processes, tiny_recipe: Path, target
         stack.faults.hold(10)
         stack.faults.wait_until_held(10)
         slipstream("run", "pause", "typed")
+        # Else it might train to its end before its agent hears of that.
+        agent.wait_for_line("child_asked_to_leave", timeout=60)
         stack.faults.let_go(10)
         assert slipstream("run", "pause", "typed", "--wait") == "typed PAUSED\n"
         saved = json.loads(slipstream("checkpoint", "ls", "typed", "-o", "json"))["checkpoints"]
