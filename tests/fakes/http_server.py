@@ -1,7 +1,9 @@
 """An ASGI application behind a real socket, in a thread of the test."""
 
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,3 +37,10 @@ def serving(app: Any) -> Iterator[str]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive(), "the server did not stop"
+
+
+def _everybody() -> str:
+    """Where every thread of this process is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in stacks)
