@@ -3,7 +3,6 @@ as well, once."""
 
 import logging
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -12,20 +11,21 @@ from types import FrameType, TracebackType
 from slipstream.telemetry.logs import log_event
 
 _AGENT_GONE = 0  # in the place of a signal's number
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """A context in which both signals are taken. `event` is set by the first one."""
+    """A context in which both signals are taken; main thread only. `event` is set by the first one."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self._listeners: list[Callable[[], None]] = []
-        # A handler runs between any two instructions of the main thread, which may hold any lock just then; this queue
-        # is the one primitive that is safe there. A thread does the rest.
-        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._previous: dict[int, object] = {}
+        self._previous_wakeup = -1
+        self._reader, self._writer = -1, -1
+        self._is_open = threading.Lock()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener`, in another thread, once a stop is requested."""
@@ -33,12 +33,19 @@ class StopRequest:
 
     def agent_gone(self) -> None:
         """Ask as a first signal does; signals that follow count from one. Safe in any thread."""
-        self._signals.put(_AGENT_GONE)
+        with self._is_open:
+            if self._writer >= 0:
+                os.write(self._writer, bytes([_AGENT_GONE]))
 
     def __enter__(self) -> "StopRequest":
+        # Python runs a handler in the main thread, and not before that wakes up: one that goes to wait for its next
+        # pack just as the signal arrives would sleep on it. The descriptor is written by the C handler, at once.
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, _leave_it_to_the_descriptor)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -46,25 +53,41 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.put(number)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        with self._is_open:
+            os.close(self._writer)
+            self._writer = -1
 
     def _watch(self) -> None:
-        asked_by = self._signals.get()
+        asked_by = self._next(_AGENT_GONE, *_SIGNALS)
+        if asked_by == _AGENT_GONE:
+            self._ask(asked_by)
+            # An agent that was started again may ask for the same.
+            asked_by = self._next(*_SIGNALS)
+            if asked_by is not None:
+                _say(asked_by)
+        elif asked_by is not None:
+            self._ask(asked_by)
+        if asked_by is not None and (again := self._next(*_SIGNALS)) is not None:
+            os._exit(128 + again)
+        os.close(self._reader)
+
+    def _ask(self, asked_by: int) -> None:
         _say(asked_by)
         self.event.set()
         for listener in self._listeners:
             listener()
-        if asked_by == _AGENT_GONE:
-            # An agent that was started again may ask for the same.
-            _say(self._next_signal())
-        os._exit(128 + self._next_signal())
 
-    def _next_signal(self) -> int:
-        while (number := self._signals.get()) == _AGENT_GONE:
-            pass
-        return number
+    def _next(self, *kinds: int) -> int | None:
+        """The next of these; None once the context was left."""
+        while byte := os.read(self._reader, 1):
+            if byte[0] in kinds:
+                return byte[0]
+        return None
+
+
+def _leave_it_to_the_descriptor(_number: int, _frame: FrameType | None) -> None:
+    """A handler, so that the signal does not end the process."""
 
 
 def _say(asked_by: int) -> None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import IO
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
+_WAKE_SECONDS = 0.2
 _LEAVE_SECONDS = 30.0
 """How long a child may take to save its work and leave."""
 
@@ -75,8 +76,12 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 def exit_status(process: subprocess.Popen[bytes]) -> int:
     """Wait for the end; the status as a shell would give it: 128 + signal for a killed process."""
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+    # With a timeout, since Python runs a signal's handler in this thread, and not before it wakes up; a kernel may let
+    # another thread take the signal.
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(_WAKE_SECONDS)
+            return status if status >= 0 else 128 - status
 
 
 def one_gpu() -> dict[str, str]:

@@ -42,6 +42,7 @@ from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
 from target_server.work_queue import WorkQueue
 
+_WAKE_SECONDS = 0.2
 _RPC_THREADS = 64
 _POLL_THREADS = 40
 """Of those, so many may wait in LeasePacks; the rest stays free for reads, commits and health."""
@@ -118,7 +119,10 @@ class TargetServer:
             self._grpc.start()
             _write_port_file(self._settings.port_file, self.address)
             self._engine.start()
-            self._ended.wait()
+            # Python runs a signal's handler in this thread, and not before it wakes up; a kernel may let another thread
+            # take the signal.
+            while not self._ended.wait(_WAKE_SECONDS):
+                pass
             if self._failure is None:
                 self._drain()
             # Now: a forward that outlasts `_close` fails for want of the memory it writes to, and that is no failure.

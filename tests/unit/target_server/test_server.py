@@ -1,6 +1,8 @@
 """The end of the process: what counts as a failure of the engine, and what does not."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +50,28 @@ def test_a_forward_that_fails_during_the_end_is_no_failure(
     server._ended.set()
     assert server.run() == 0
     assert isinstance(server._failure, RuntimeError), "it did fail, too late to matter"
+
+
+def test_a_signal_that_another_thread_takes_ends_it(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels give a process's signal to any thread; the main thread sleeps on."""
+    server = TargetServer(settings)
+    over = threading.Event()
+
+    def load() -> None:
+        time.sleep(0.5)  # until the main thread sleeps
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert over.wait(20)
+        raise RuntimeError("nothing more to do")
+
+    close = server._queue.close
+
+    def close_queue() -> None:
+        close()
+        over.set()
+
+    monkeypatch.setattr(server, "_load", load)
+    monkeypatch.setattr(server._queue, "close", close_queue)
+    assert server.run() == 0
 
 
 def test_a_failure_of_the_engine_ends_the_process(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,19 @@ def test_a_bad_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     assert "max_stepz" in result.stderr and "max_steps" in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_signal_that_another_thread_takes_is_heard_while_the_main_thread_sleeps() -> None:
+    program = (
+        "import signal, threading; from drafter_trainer.stop_request import StopRequest\n"
+        "def take(): signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "with StopRequest() as stop:\n"
+        "    stop.add_listener(lambda: threading.Thread(target=take).start())\n"
+        "    threading.Timer(0.2, take).start()\n"
+        "    threading.Event().wait()\n"
+    )
+    with ManagedProcess([sys.executable, "-c", program]) as process:
+        assert process.wait_exit() == 128 + signal.SIGTERM
+
+
 def test_the_first_signal_asks_and_the_second_leaves_at_once() -> None:
     program = (
         "import os, threading; from drafter_trainer.stop_request import StopRequest\n"
