@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +21,11 @@ _indexes = tempfile.TemporaryDirectory(prefix="slipstream-test-indexes-")
 os.environ["SLIPSTREAM_INDEX_DIR"] = _indexes.name
 # No test may need a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# In CI the same examples every time: a new one is searched for where somebody can look at what it finds.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("SLIPSTREAM_TEST_INSTALLED"):
+    hypothesis.settings.load_profile("ci")
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every program that they send one to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
