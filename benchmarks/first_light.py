@@ -56,19 +56,23 @@ def measure(args: argparse.Namespace) -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     memory: dict[str, float] = {}
-    with target_server(args, memory) as address:
+    note_memory(memory, "idle")
+    with target_server(args) as address:
         speed = calibrate(args, address, memory)
+        # The server keeps what its busiest moment needed, and now it is alone on the card.
+        note_memory(memory, "server")
         seconds = args.train_seconds
         if args.leave_by:
             seconds = min(seconds, args.leave_by - (time.monotonic() - started) - EVALUATION_SECONDS)
         train(args, address, "run", max(1, int(seconds * speed * CALIBRATION_SHARE)), memory)
     report = evaluate(args)
-    rows = make_rows(step_records(args.work / "run"), report, memory)
+    by_process = memory_by_process(memory)
+    rows = make_rows(step_records(args.work / "run"), report, by_process)
     extra = {
         "settings": overrides(args),
         "evaluation": report["results"],
         "lossless": report["lossless"],
-        "gpu_memory": memory or "not reported by the driver",
+        "gpu_memory_in_use": memory or "not reported by the driver",
     }
     path = write_results("first_light", rows, commit=args.commit, extra=extra)
     sys.stdout.write(path.read_text())
@@ -83,7 +87,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def target_server(args: argparse.Namespace, memory: dict[str, float]) -> Iterator[str]:
+def target_server(args: argparse.Namespace) -> Iterator[str]:
     """A target server on the GPU; gives its address once it listens."""
     port_file = args.work / "target.port"
     port_file.unlink(missing_ok=True)
@@ -101,7 +105,6 @@ def target_server(args: argparse.Namespace, memory: dict[str, float]) -> Iterato
                 raise SystemExit(f"target server ended with {server.returncode}, see {log.name}")
             time.sleep(0.2)
         yield f"127.0.0.1:{port_file.read_text().strip().rpartition(':')[2]}"
-        note_memory(memory, {server.pid: "target server"})
 
 
 def calibrate(args: argparse.Namespace, address: str, memory: dict[str, float]) -> float:
@@ -122,7 +125,7 @@ def train(args: argparse.Namespace, address: str, name: str, max_steps: int, mem
         child_process(command, environment=one_gpu(), output=log) as trainer,
     ):
         while trainer.poll() is None:
-            note_memory(memory, {trainer.pid: "trainer"})
+            note_memory(memory, "both")
             time.sleep(2)
     if trainer.returncode != 0:
         raise SystemExit(f"trainer ended with {trainer.returncode}, see {log.name}")
@@ -134,21 +137,31 @@ def step_records(run: Path) -> list[dict[str, Any]]:
     return [record for record in records if "loss" in record]
 
 
-def note_memory(memory: dict[str, float], names: dict[int, str]) -> None:
-    """Raise the maxima, in MiB, by what the driver reports for these processes now: nothing, in some containers."""
+def card_memory() -> float | None:
+    """MiB in use on the visible card, by all processes; None without a driver that says it.
+
+    Containers often hide which process holds how much, so the benchmark takes differences of this instead.
+    """
     if shutil.which("nvidia-smi") is None:
-        return
-    answer = subprocess.run(
-        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    for line in answer.stdout.splitlines():
-        pid, _, mebibytes = line.partition(",")
-        if pid.strip().isdigit() and int(pid) in names and mebibytes.strip().isdigit():
-            name = names[int(pid)]
-            memory[name] = max(memory.get(name, 0.0), float(mebibytes))
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    first = answer.stdout.strip().partition("\n")[0]
+    return float(first) if first.isdigit() else None
+
+
+def note_memory(memory: dict[str, float], phase: str) -> None:
+    """Raise the maximum of a phase by what is in use now."""
+    used = card_memory()
+    if used is not None:
+        memory[phase] = max(memory.get(phase, 0.0), used)
+
+
+def memory_by_process(memory: dict[str, float]) -> dict[str, float]:
+    """MiB of each process, CUDA context included, from the card's total in three phases."""
+    if not memory.keys() >= {"idle", "server", "both"}:
+        return {}
+    return {"target server": memory["server"] - memory["idle"], "trainer": memory["both"] - memory["server"]}
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
