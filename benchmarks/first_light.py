@@ -10,6 +10,7 @@ mean accepted length (bonus included, greedy, 128 tokens, 12 prompts a source) 2
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -144,7 +145,8 @@ def card_memory() -> float | None:
     """
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={card}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     first = answer.stdout.strip().partition("\n")[0]
     return float(first) if first.isdigit() else None
