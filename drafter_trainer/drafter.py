@@ -6,7 +6,7 @@ Draft layers are Qwen3 decoder layers whose attention has queries from the block
 Shapes: T context tokens, R = A·B block rows (A anchors, B slots), D hidden size, n features, H heads, d head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from drafter_trainer.rotary import rotary_tables, rotate
 Tables = tuple[Tensor, Tensor]
 LayerContext = tuple[Tensor, Tensor]
 """Projected context of one layer: key (normalised, rotated) and value, each [H_kv, S, d]."""
+CachedAttention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""Attention while decoding: query [H, R, d], key and value [H_kv, S + R, d], whether the layer slides → [H, R, d]."""
 
 INITIAL_STD = 0.02
 
@@ -176,17 +178,26 @@ class DFlashDrafter(nn.Module):
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         return [layer.self_attn.keys_and_values(context, tables) for layer in self._draft_layers()]
 
-    def draft(self, block_embeddings: Tensor, block_positions: Tensor, context: Sequence[LayerContext]) -> Tensor:
+    def draft(
+        self,
+        block_embeddings: Tensor,
+        block_positions: Tensor,
+        context: Sequence[LayerContext],
+        attention: CachedAttention | None = None,
+    ) -> Tensor:
         """Hidden states [B, D] of one block behind a projected context of one document, positions 0 to S - 1.
 
         Args:
             block_embeddings: [B, D]: the last accepted token, then MASK.
             block_positions: int [B]: S to S + B - 1.
             context: per layer, [H_kv, S, d] each.
+            attention: called once a layer, in order, where the caller keeps (part of) the context itself or has the
+                blocks of several documents; default: one block sees all of `context`.
         """
-        window = self.config.sliding_window if SLIDING in self.config.layer_types else None
-        device, length = block_embeddings.device, context[0][0].shape[1]
-        attention = CachedBlockAttention(length, block_embeddings.shape[0], window, device)
+        if attention is None:
+            window = self.config.sliding_window if SLIDING in self.config.layer_types else None
+            device, length = block_embeddings.device, context[0][0].shape[1]
+            attention = CachedBlockAttention(length, block_embeddings.shape[0], window, device)
         return self._layers(block_embeddings, block_positions, context, attention)
 
     def _layers(
@@ -194,7 +205,7 @@ class DFlashDrafter(nn.Module):
         block: Tensor,
         positions: Tensor,
         context: Sequence[LayerContext],
-        attention: BlockAttention | CachedBlockAttention,
+        attention: BlockAttention | CachedAttention,
     ) -> Tensor:
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         for layer, layer_context in zip(self._draft_layers(), context, strict=True):
