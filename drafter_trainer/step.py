@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.acceptance import AcceptanceMetrics, StepSums
-from drafter_trainer.anchors import build_block_targets
+from drafter_trainer.anchors import BlockTargets, build_block_targets
 from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
@@ -81,18 +81,18 @@ class TrainingStep:
         """Weights are undefined until `load_weights`."""
         self.device = frozen.embedding.device
         self._config = config
-        self._frozen = frozen
+        self.frozen = frozen
         self._compute_dtype = COMPUTE_DTYPES[spec.train.precision]
         with torch.device("meta"):
             drafter = DFlashDrafter(config)
-        self._drafter = drafter.to_empty(device=self.device)
+        self.drafter = drafter.to_empty(device=self.device)
         self.optimizer = DrafterOptimizer(
-            self._drafter,
+            self.drafter,
             spec.optimizer,
             compute_dtype=self._compute_dtype,
             packs_per_step=spec.train.packs_per_step,
         )
-        self._layout = self._drafter.attention_layout(spec.train.attention)
+        self._layout = self.drafter.attention_layout(spec.train.attention)
         self._loss_config = resolve_loss_config(
             spec.loss,
             block_size=config.block_size,
@@ -142,27 +142,38 @@ class TrainingStep:
         with torch.device("meta"):
             drafter = DFlashDrafter(self._config)
         drafter = drafter.to_empty(device="cpu")
-        initialise_weights(drafter, seed, self._frozen.final_norm.cpu())
+        initialise_weights(drafter, seed, self.frozen.final_norm.cpu())
         return {name: parameter.detach() for name, parameter in drafter.named_parameters()}
 
-    def _pack_loss(self, pack: TrainingPack) -> LossSums:
-        config = self._config
-        targets = build_block_targets(
-            pack.tensors, pack.anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
-        )
+    def features(self, pack: TrainingPack) -> Tensor:
+        """What the drafter reads of the target, with the run's noise: [T, n·D], compute precision."""
+        captured = [pack.tensors[name] for name in self._config.feature_names]
+        return torch.cat(self._noise.add(captured, pack.sequence_number), dim=-1).to(self._compute_dtype)
+
+    def hidden_states(self, pack: TrainingPack, targets: BlockTargets) -> Tensor:
+        """The drafter's output [A·B, D], through the function that this run has compiled, ready for a backward."""
         positions = pack.tensors["position_ids"]
         attention = build_block_attention(self._layout, pack.anchors, positions)
-        captured = [pack.tensors[name] for name in config.feature_names]
-        features = torch.cat(self._noise.add(captured, pack.sequence_number), dim=-1).to(self._compute_dtype)
-        hidden = self._forward(features, targets.block_ids, positions, targets.block_positions, attention)
+        return self._forward(self.features(pack), targets.block_ids, positions, targets.block_positions, attention)
+
+    def block_targets(self, pack: TrainingPack) -> BlockTargets:
+        """What the blocks of a pack read and must predict."""
+        config = self._config
+        return build_block_targets(
+            pack.tensors, pack.anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
+        )
+
+    def _pack_loss(self, pack: TrainingPack) -> LossSums:
+        targets = self.block_targets(pack)
+        hidden = self.hidden_states(pack, targets)
         return drafter_loss(
-            hidden, self._frozen.head, targets, self._loss_config, self._chunk_loss, self._target_states(pack)
+            hidden, self.frozen.head, targets, self._loss_config, self._chunk_loss, self._target_states(pack)
         )
 
     def _target_states(self, pack: TrainingPack) -> TargetStates | None:
         if not self._needs_target_states:
             return None
-        final_norm = self._frozen.final_norm, self._config.rms_norm_eps
+        final_norm = self.frozen.final_norm, self._config.rms_norm_eps
         return target_states(
             pack.tensors[LAST_HIDDEN_STATE], pack.anchors, self._config.block_size, final_norm, self._compute_dtype
         )
@@ -176,5 +187,5 @@ class TrainingStep:
         attention: BlockAttention,
     ) -> Tensor:
         """features [T, n·D], block_ids and block_positions [A, B], positions [T] → [A·B, D]."""
-        embeddings = self._frozen.embed(block_ids.flatten())
-        return self._drafter(features, embeddings, positions, block_positions.flatten(), attention)
+        embeddings = self.frozen.embed(block_ids.flatten())
+        return self.drafter(features, embeddings, positions, block_positions.flatten(), attention)
