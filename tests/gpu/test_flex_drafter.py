@@ -116,13 +116,19 @@ def test_float32_equals_sdpa_and_new_packs_cost_no_graph(block_size: int) -> Non
 
 @pytest.mark.parametrize("block_size", [7, 8, 16])
 def test_bfloat16_is_as_near_to_float32_as_sdpa_is(block_size: int) -> None:
+    """Per parameter, over six packs: a norm of 64 gains alone estimates its error to a tenth only."""
     rounded = build_drafter(block_size, torch.bfloat16).float()
-    exact = run(rounded, rounded, "sdpa", 1)
     drafter = build_drafter(block_size, torch.bfloat16)
     compiled = flex_policy.compile_owned(drafter, name="drafter", graphs=1)
-    ours = distance(run(drafter, compiled, "flex", 1), exact)
-    plain = distance(run(drafter, drafter, "sdpa", 1), exact)
-    assert all(a <= 1.2 * b for a, b in zip(ours, plain, strict=True)), list(zip(ours, plain, strict=True))
+    names = ["hidden states", *(name for name, _ in drafter.named_parameters())]
+    squared = torch.zeros(2, len(names))
+    for seed in range(1, 7):
+        exact = run(rounded, rounded, "sdpa", seed)
+        squared[0] += torch.tensor(distance(run(drafter, compiled, "flex", seed), exact)).square()
+        squared[1] += torch.tensor(distance(run(drafter, drafter, "sdpa", seed), exact)).square()
+    ours, plain = (squared / 6).sqrt().tolist()
+    worse = [f"{name}: {a:.5f}, SDPA {b:.5f}" for name, a, b in zip(names, ours, plain, strict=True) if a > 1.2 * b]
+    assert not worse, worse
 
 
 def test_the_tripwire_holds_and_the_self_test_passes() -> None:
