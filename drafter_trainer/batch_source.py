@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.device_copy import DeviceCopy
+from drafter_trainer.pack_buckets import bucket_of, declared_lengths, padded_to
 from drafter_trainer.target_link import TargetLink
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
@@ -44,13 +45,24 @@ class PackPlan:
     packs_per_step: int
     total_steps: int
     tensor_shapes: Mapping[str, tuple[int, ...]]
-    """Every tensor a step reads, with its shape: a pack of another shape never reaches the device."""
+    """Every tensor a step reads, with its shape in the longest bucket: other packs never reach the device."""
     num_anchors: int
     seed: int
     """`train.seed`, for the anchors."""
     prefetch_packs: int
     """Packs held ready while a step runs; at least one whole step."""
     lease_seconds: float
+    shorter_lengths: tuple[int, ...] = ()
+    """Buckets besides the longest one, which `tensor_shapes` describes."""
+
+    @property
+    def pack_lengths(self) -> tuple[int, ...]:
+        """All buckets, in tokens, ascending."""
+        return declared_lengths((*self.shorter_lengths, self.tensor_shapes["input_ids"][0]))
+
+    def shapes_of(self, pack_tokens: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what a step reads of a pack of so many tokens."""
+        return {name: (pack_tokens, *shape[1:]) for name, shape in self.tensor_shapes.items()}
 
     def sequence_numbers(self, step: int) -> range:
         """The packs of a step."""
@@ -253,10 +265,11 @@ class BatchSource:
 
     def _read(self, lease: batch_pb2.Lease) -> TrainingPack | None:
         manifest = lease.manifest
-        self._check_shapes(manifest)
+        bucket = self._bucket_of(manifest)
         tensors = self._read_payload(PayloadRef.of_lease(lease))
         if tensors is None:
             return None
+        tensors = padded_to(tensors, bucket)
         anchors = draw_anchors(
             tensors["loss_mask"],
             tensors["document_ids"],
@@ -291,20 +304,31 @@ class BatchSource:
                 return False
             raise
 
-    def _check_shapes(self, manifest: batch_pb2.PackManifest) -> None:
+    def _bucket_of(self, manifest: batch_pb2.PackManifest) -> int:
+        """Tokens of the bucket that a pack is padded to.
+
+        Raises:
+            SlipstreamError: PACK_OUTSIDE_BUCKETS.
+        """
         found = {spec.name: tuple(spec.shape) for spec in manifest.tensors}
+        lengths = self._plan.pack_lengths
+        tokens = next(iter(found.get("input_ids", ())), 0)
+        bucket = bucket_of(tokens, lengths) if tokens else None
+        # A length is padded only where several are declared: with one, a pack of another length is a mistake.
+        expected = self._plan.shapes_of(tokens if bucket is not None and len(lengths) > 1 else lengths[-1])
         wrong = [
             f"{name} {list(found[name]) if name in found else 'missing'} (expected {list(shape)})"
-            for name, shape in self._plan.tensor_shapes.items()
+            for name, shape in expected.items()
             if found.get(name) != shape
         ]
-        if wrong:
+        if bucket is None or wrong:
             raise SlipstreamError(
                 f"Pack {manifest.sequence_number} does not fit the compiled step: {', '.join(wrong)}.",
                 reason=Reason.PACK_OUTSIDE_BUCKETS,
                 remedy="Packs of one run have one length, data.pack_tokens; target server and trainer must be of the "
                 "same version.",
             )
+        return bucket
 
     def _note_state(self, state: pb.StreamState, num_leases: int) -> None:
         """Say once what the stream waits for."""

@@ -21,12 +21,11 @@ from drafter_trainer.feature_noise import FeatureNoise
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
+from drafter_trainer.pack_buckets import declared_lengths
 from drafter_trainer.target_states import LAST_HIDDEN_STATE, TargetStates, target_states
 from slipstream.run_spec.spec import RunSpec
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Training compiles one graph of each; the number is a limit that catches a second one.
-_GRAPHS_PER_FUNCTION = 1
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,11 @@ class PendingStep:
 class TrainingStep:
     """Drafter, loss and optimizer of a run on one device. One thread uses it, always the same."""
 
-    def __init__(self, config: DrafterConfig, frozen: FrozenWeights, spec: RunSpec) -> None:
-        """Weights are undefined until `load_weights`."""
+    def __init__(
+        self, config: DrafterConfig, frozen: FrozenWeights, spec: RunSpec, pack_lengths: tuple[int, ...] | None = None
+    ) -> None:
+        """Weights are undefined until `load_weights`. `pack_lengths`: the buckets; default: data.pack_tokens alone."""
+        self.pack_lengths = declared_lengths(pack_lengths or (spec.data.pack_tokens,))
         self.device = frozen.embedding.device
         self._config = config
         self.frozen = frozen
@@ -108,8 +110,9 @@ class TrainingStep:
             # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
             from drafter_trainer.flex_policy import compile_owned
 
-            self._forward = compile_owned(self._hidden_states, name="drafter", graphs=_GRAPHS_PER_FUNCTION)
-            self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=_GRAPHS_PER_FUNCTION)
+            # As many graphs as there are shapes: the limit catches one more. A chunk of the loss has one shape.
+            self._forward = compile_owned(self._hidden_states, name="drafter", graphs=len(self.pack_lengths))
+            self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
 
     def run(self, batch: StepBatch, learning_rate: float) -> PendingStep:
         """Train one step. Gradients of the packs' loss numerators are summed in float32 and divided by the step's

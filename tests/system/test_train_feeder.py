@@ -22,6 +22,7 @@ from slipstream.wire.channel import TargetClient
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
 
+CPU = torch.device("cpu")
 LAYERS = (1, 2)
 SHAPES = payload_shapes([f"hidden_states.{layer}" for layer in LAYERS], 128, 64)
 
@@ -106,7 +107,7 @@ class Desk:
             prefetch_packs=stream.prefetch_packs,
             lease_seconds=stream.lease_seconds,
         )
-        self.source = BatchSource(link, plan, DeviceCopy(torch.device("cpu")), self.stop)
+        self.source = BatchSource(link, plan, DeviceCopy(CPU), self.stop)
         self.source.start(0)
         return link, self.source
 
@@ -250,8 +251,20 @@ def test_a_pack_of_another_shape_never_reaches_the_device(desk: Desk) -> None:
     link = desk.join("misfit", "train.max_steps=3")
     wrong = dict(SHAPES) | {"input_ids": (256,)}
     plan = PackPlan(0, 1, 3, wrong, 16, 0, 2, 60.0)
-    desk.source = source = BatchSource(link, plan, DeviceCopy(torch.device("cpu")), desk.stop)
+    desk.source = source = BatchSource(link, plan, DeviceCopy(CPU), desk.stop)
     source.start(0)
     with pytest.raises(SlipstreamError, match=r"input_ids \[128\] \(expected \[256\]\)") as refused:
         source.next_batch()
     assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
+
+
+def test_a_short_pack_is_padded_to_its_bucket(desk: Desk) -> None:
+    link = desk.join("padded", "train.max_steps=2")
+    longer = {name: (256, *shape[1:]) for name, shape in SHAPES.items()}
+    plan = PackPlan(link.first_sequence_number, 1, 2, longer, 16, 0, 2, 60.0, shorter_lengths=(384,))
+    desk.source = source = BatchSource(link, plan, DeviceCopy(CPU), desk.stop)
+    source.start(0)
+    batch = source.next_batch()
+    assert batch is not None
+    assert {name: tuple(batch.packs[0].tensors[name].shape) for name in longer} == longer
+    assert batch.packs[0].tensors["document_ids"][128:].eq(-1).all()
