@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import BlockTargets
+from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.objectives import SlotInput, SlotStatistics, slot_statistics
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
 from drafter_trainer.target_states import TargetStates
@@ -86,7 +87,7 @@ class ChunkResult(NamedTuple):
     correct: Tensor
 
 
-ChunkLoss = Callable[[ChunkInput, Tensor, LossConfig], ChunkResult]
+ChunkLoss = Callable[[ChunkInput, FrozenHead, LossConfig], ChunkResult]
 
 
 def resolve_loss_config(
@@ -120,23 +121,21 @@ def resolve_loss_config(
     )
 
 
-def loss_of_chunk(chunk: ChunkInput, head_weight: Tensor, config: LossConfig) -> ChunkResult:
+def loss_of_chunk(chunk: ChunkInput, head: FrozenHead, config: LossConfig) -> ChunkResult:
     """Loss and gradient of whole blocks: fixed shapes, no host sync, fit to be compiled as it stands."""
     target = None if chunk.target is None else chunk.target.flatten(0, 1)
-    slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1), chunk.labels.flatten(), target), head_weight, config)
+    slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1), chunk.labels.flatten(), target), head, config)
     weights = _final_weights(slots.cross_entropy.view_as(chunk.weights), chunk, config)
     gradient = slots.gradient_of(weights.flatten()).view_as(chunk.hidden)
     numerator = (weights * slots.cost.view_as(weights)).sum()
     return ChunkResult(numerator, gradient, slots.correct.view_as(chunk.counted) & chunk.counted)
 
 
-def loss_of_counted_rows(chunk: ChunkInput, head_weight: Tensor, config: LossConfig) -> ChunkResult:
+def loss_of_counted_rows(chunk: ChunkInput, head: FrozenHead, config: LossConfig) -> ChunkResult:
     """The same as `loss_of_chunk`, with counted rows alone going through the head."""
     rows = chunk.counted.flatten().nonzero()[:, 0]
     target = None if chunk.target is None else chunk.target.flatten(0, 1)[rows]
-    slots = _statistics(
-        SlotInput(chunk.hidden.flatten(0, 1)[rows], chunk.labels.flatten()[rows], target), head_weight, config
-    )
+    slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1)[rows], chunk.labels.flatten()[rows], target), head, config)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(chunk.counted.numel()).index_put_((rows,), values)
@@ -148,8 +147,8 @@ def loss_of_counted_rows(chunk: ChunkInput, head_weight: Tensor, config: LossCon
     return ChunkResult(numerator, gradient.view_as(chunk.hidden), spread(slots.correct).view_as(chunk.counted))
 
 
-def _statistics(slots: SlotInput, head_weight: Tensor, config: LossConfig) -> SlotStatistics:
-    return slot_statistics(slots, head_weight, config.logit_soft_cap, config.objective, config.lk_eta)
+def _statistics(slots: SlotInput, head: FrozenHead, config: LossConfig) -> SlotStatistics:
+    return slot_statistics(slots, head, config.logit_soft_cap, config.objective, config.lk_eta)
 
 
 def _final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig) -> Tensor:
@@ -160,7 +159,7 @@ def _final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig)
 
 def drafter_loss(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: FrozenHead,
     targets: BlockTargets,
     config: LossConfig,
     chunk_loss: ChunkLoss | None = None,
@@ -172,19 +171,19 @@ def drafter_loss(
 
     Args:
         hidden: [A·B, D], the drafter's output.
-        head_weight: [V, D], frozen, in the dtype of `hidden`.
+        head: [V, D], frozen; see `FrozenHead`.
         targets: [A, B] each.
         config: see `LossConfig`.
         chunk_loss: a compiled `loss_of_chunk`; default: eager, by `config.only_counted_rows`.
         target: of this pack; None exactly where the objective is cross-entropy alone.
     """
-    assert head_weight.dtype == hidden.dtype, (head_weight.dtype, hidden.dtype)
+    assert not isinstance(head, Tensor) or head.dtype == hidden.dtype, (head, hidden.dtype)
     if chunk_loss is None:
         chunk_loss = loss_of_counted_rows if config.only_counted_rows else loss_of_chunk
     counted = targets.counted[:, 1:]
     weights = _fixed_weights(config, hidden.device) * counted
     numerator, correct = _ChunkedLoss.apply(
-        hidden, head_weight, targets.labels[:, 1:], weights, counted, config, chunk_loss, target
+        hidden, head, targets.labels[:, 1:], weights, counted, config, chunk_loss, target
     )
     slot_count = counted.float().sum(dim=0)
     return LossSums(
@@ -207,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """The loop over chunks; the gradient by hidden is complete when the forward ends."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: FrozenHead, *rest: Any) -> tuple[Tensor, Tensor]:
         labels, weights, counted, config, chunk_loss, target = rest
         blocks = hidden.detach().view(len(labels), config.block_size, -1)
         gradient = torch.zeros_like(blocks)
@@ -219,7 +218,7 @@ class _ChunkedLoss(torch.autograd.Function):
             new[:done] = False
             states = None if target is None else target.of_blocks(part)
             chunk = ChunkInput(blocks[part, 1:], labels[part], new, weights[part] * new, states)
-            result = chunk_loss(chunk, head_weight, config)
+            result = chunk_loss(chunk, head, config)
             numerator += result.numerator
             gradient[part, 1:] += result.gradient
             correct[part] |= result.correct

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from drafter_trainer.frozen_head import FrozenHead, gradient_by_hidden, logits_of
 from slipstream.run_spec.spec import CROSS_ENTROPY, LK_HYBRID, ObjectiveName
 
 _LOG_2 = math.log(2.0)
@@ -60,13 +61,13 @@ class SlotInput(NamedTuple):
 
 
 def slot_statistics(
-    slots: SlotInput, head: Tensor, soft_cap: float | None, objective: Mapping[ObjectiveName, float], lk_eta: float
+    slots: SlotInput, head: FrozenHead, soft_cap: float | None, objective: Mapping[ObjectiveName, float], lk_eta: float
 ) -> SlotStatistics:
     """Statistics of slots under an objective.
 
     Args:
         slots: see `SlotInput`.
-        head: [V, D], in the dtype of the hidden states.
+        head: [V, D].
         soft_cap: the target's tanh cap on logits; it holds for drafter and target.
         objective: names and weights; the cost is their weighted sum.
         lk_eta: of lk_hybrid.
@@ -74,11 +75,11 @@ def slot_statistics(
     if slots.target is None:
         assert objective.keys() == {CROSS_ENTROPY}, objective
         return _cross_entropy_statistics(slots.hidden, slots.labels, head, soft_cap)
-    logits, slope = _capped((slots.hidden @ head.t()).float(), soft_cap)
+    logits, slope = _capped(logits_of(slots.hidden, head), soft_cap)
     correct = logits.argmax(dim=-1) == slots.labels
     drafter = _distribution(logits)
     del logits
-    target = _distribution(_capped((slots.target @ head.t()).float(), soft_cap)[0])
+    target = _distribution(_capped(logits_of(slots.target, head), soft_cap)[0])
     costs = (_cost(name, target, drafter, slots.labels, lk_eta).times(weight) for name, weight in objective.items())
     cost = next(costs)
     for another in costs:
@@ -87,7 +88,7 @@ def slot_statistics(
         cost.value,
         _label_cross_entropy(drafter, slots.labels),
         correct,
-        _gradient(cost.by_logits, slope, head, slots.hidden.dtype),
+        _gradient(cost.by_logits, slope, head, slots.hidden),
     )
 
 
@@ -192,9 +193,11 @@ def put(values: Tensor, columns: Tensor, entries: Tensor) -> Tensor:
     return values.scatter_(1, columns[:, None], entries)
 
 
-def _cross_entropy_statistics(hidden: Tensor, labels: Tensor, head: Tensor, soft_cap: float | None) -> SlotStatistics:
+def _cross_entropy_statistics(
+    hidden: Tensor, labels: Tensor, head: FrozenHead, soft_cap: float | None
+) -> SlotStatistics:
     """Cross-entropy alone, in half the memory: neither log-probabilities nor probabilities are kept."""
-    logits, slope = _capped((hidden @ head.t()).float(), soft_cap)
+    logits, slope = _capped(logits_of(hidden, head), soft_cap)
     top, guess = logits.max(dim=-1, keepdim=True)
     picked = logits.gather(1, labels[:, None]) - top
     # In place: eager passes over [R, V] cost as much as the products; a compiled chunk fuses them either way.
@@ -205,10 +208,11 @@ def _cross_entropy_statistics(hidden: Tensor, labels: Tensor, head: Tensor, soft
 
     def gradient_of(weights: Tensor) -> Tensor:
         scale = weights[:, None] / total
-        by_logits = put(others.mul_(scale), labels, -rest * scale)
+        by_label = rest * scale
+        by_logits = put(others.mul_(scale), labels, -by_label)
         if slope is not None:
             by_logits = by_logits.mul_(slope)
-        return by_logits.to(hidden.dtype) @ head
+        return gradient_by_hidden(by_logits, head, hidden, largest=by_label)
 
     own = (total.log() - picked)[:, 0]
     return SlotStatistics(own, own, guess[:, 0] == labels, gradient_of)
@@ -228,11 +232,11 @@ def _distribution(logits: Tensor) -> Distribution:
     return Distribution(log, log.exp())
 
 
-def _gradient(by_logits: Tensor, slope: Tensor | None, head: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _gradient(by_logits: Tensor, slope: Tensor | None, head: FrozenHead, hidden: Tensor) -> Callable[[Tensor], Tensor]:
     def gradient_of(weights: Tensor) -> Tensor:
         weighted = by_logits.mul_(weights[:, None])
         if slope is not None:
             weighted = weighted.mul_(slope)
-        return weighted.to(dtype) @ head
+        return gradient_by_hidden(weighted, head, hidden)
 
     return gradient_of

@@ -1,0 +1,260 @@
+"""Matrix products in FP8, half the time of bfloat16 where the tensor cores have them: `train.fp8`, off by default.
+
+Forward `y = x Wᵀ`, backward `dx = dy W` and `dW = dyᵀ x` of the drafter's linear layers, and both products of the
+frozen head. A tensor is divided by one float32 scale, taken from its largest entry at that moment, and rounded: weights
+and activations to e4m3 (three bits of mantissa), gradients to e5m2 (two bits, but a range that small rows survive).
+Sums are float32, results bfloat16; master weights, optimizer and checkpoints know nothing of it.
+
+The kernels want both operands with the contracted dimension last in memory, so that what takes part in two products is
+kept in two layouts.
+
+Shapes: R rows, K inputs, N outputs of a layer; D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+
+FORWARD = torch.float8_e4m3fn
+GRADIENT = torch.float8_e5m2
+MULTIPLE = 16
+"""Every dimension of a product but its rows."""
+SMALLEST_WIDTH = 512
+"""Below, rounding and its launches cost what the product gains."""
+FIRST_CAPABILITY = (8, 9)
+"""Ada and Hopper: the first tensor cores with FP8."""
+
+# A tensor of zeros has a scale too.
+_SMALLEST_MAXIMUM = 1e-30
+_HEAD_ROWS_AT_ONCE = 4096
+
+
+class Quantised(NamedTuple):
+    """`values` times `scale`, a float32 scalar, is the tensor that was rounded."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantise(tensor: Tensor, dtype: torch.dtype) -> Quantised:
+    """Round to FP8 with one scale. What is not finite makes the whole result NaN, and so the step's loss."""
+    scale = scale_of(tensor, dtype)
+    return Quantised(round_to(tensor, scale, dtype), scale)
+
+
+def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """With which the largest entry becomes the largest number of `dtype`: float32 []."""
+    largest = tensor.abs().amax().float()
+    return largest.clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
+
+
+def round_to(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor / scale in `dtype`; what lies outside its range becomes its largest number."""
+    limit = torch.finfo(dtype).max
+    return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def product(left: Quantised, right: Quantised, *, fast: bool) -> Tensor:
+    """left [R, K] times the transpose of right [N, K], both contiguous: bfloat16 [R, N].
+
+    Args:
+        left: K and N are multiples of 16.
+        right: as left.
+        fast: let the tensor cores keep fewer bits of their partial sums. Hopper is faster so; others ignore it.
+    """
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        scale_a=left.scale,
+        scale_b=right.scale,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
+class _LinearProduct(torch.autograd.Function):
+    """x [R, K], with a weight whose two layouts were rounded before; R is a multiple of 16, for dW contracts it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, _weight: Tensor, rounded: Tensor, transposed: Tensor, weight_scale: Tensor
+    ) -> Tensor:
+        states_q = quantise(states, FORWARD)
+        ctx.save_for_backward(states_q.values.t().contiguous(), states_q.scale, transposed, weight_scale)
+        return product(states_q, Quantised(rounded, weight_scale), fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        states_transposed, states_scale, transposed, weight_scale = ctx.saved_tensors
+        needs_states, needs_weight = ctx.needs_input_grad[:2]
+        rounded = quantise(by_output, GRADIENT)
+        by_states = by_weight = None
+        if needs_states:
+            by_states = product(rounded, Quantised(transposed, weight_scale), fast=False)
+        if needs_weight:
+            columns = Quantised(rounded.values.t().contiguous(), rounded.scale)
+            by_weight = product(columns, Quantised(states_transposed, states_scale), fast=False)
+        return by_states, by_weight, None, None, None
+
+
+class Fp8Linear(nn.Module):
+    """In place of an `nn.Linear` without bias, with its parameter: gradients arrive there, values come from there.
+
+    `refresh` rounds the weight; until then, and again after the weight has changed, results mean nothing.
+    """
+
+    rounded: Tensor
+    transposed: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        """`weight`: bfloat16 [N, K]."""
+        super().__init__()
+        self.weight = weight
+        outputs, inputs = weight.shape
+        device = weight.device
+        self.register_buffer("rounded", torch.empty(outputs, inputs, dtype=FORWARD, device=device), persistent=False)
+        self.register_buffer("transposed", torch.empty(inputs, outputs, dtype=FORWARD, device=device), persistent=False)
+        self.register_buffer("scale", torch.ones((), device=device), persistent=False)
+
+    def refresh(self) -> None:
+        """Round the weight, in place. Call without gradients."""
+        weight = quantise(self.weight, FORWARD)
+        self.rounded.copy_(weight.values)
+        self.transposed.copy_(weight.values.t())
+        self.scale.copy_(weight.scale)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """bfloat16 [R, K] → [R, N]."""
+        rows = states.shape[0]
+        if missing := -rows % MULTIPLE:
+            states = functional.pad(states, (0, 0, 0, missing))
+        return _LinearProduct.apply(states, self.weight, self.rounded, self.transposed, self.scale)[:rows]
+
+
+@dataclass(frozen=True)
+class Fp8Head:
+    """The frozen head [V, D], rounded once; no bfloat16 copy is needed beside it."""
+
+    rounded: Tensor
+    """[V, D]"""
+    transposed: Tensor
+    """[D, V]"""
+    scale: Tensor
+
+    @classmethod
+    def of(cls, head: Tensor) -> "Fp8Head":
+        """Round a head [V, D], a few rows at a time: float32 copies of all of it would not fit beside it."""
+        low, high = head.aminmax()
+        scale = torch.maximum(-low, high).float().clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(FORWARD).max
+        rounded = torch.empty(head.shape, dtype=FORWARD, device=head.device)
+        for begin in range(0, len(head), _HEAD_ROWS_AT_ONCE):
+            part = slice(begin, begin + _HEAD_ROWS_AT_ONCE)
+            rounded[part] = round_to(head[part], scale, FORWARD)
+        return cls(rounded, rounded.t().contiguous(), scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] → bfloat16 [R, V]."""
+        return product(quantise(hidden, FORWARD), Quantised(self.rounded, self.scale), fast=True)
+
+    def gradient(self, by_logits: Tensor, largest: Tensor) -> Tensor:
+        """Gradient by the hidden states.
+
+        Rows have scales of their own, which cost nothing here: they are factors of the result's rows. With them e4m3
+        holds rows of any size, and a label's entry, the largest of its row, is exact.
+
+        Args:
+            by_logits: float32 [R, V].
+            largest: float32 [R, 1], a bound of every row's entries, near the largest.
+
+        Returns:
+            bfloat16 [R, D].
+        """
+        row_scale = largest.clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(FORWARD).max
+        rows = Quantised(round_to(by_logits, row_scale, FORWARD), torch.ones_like(self.scale))
+        result = product(rows, Quantised(self.transposed, self.scale), fast=False)
+        return (result.float() * row_scale).to(result.dtype)
+
+
+def why_not(inputs: int, outputs: int) -> str | None:
+    """Why a matrix [outputs, inputs] stays bfloat16; None if it does not."""
+    if inputs % MULTIPLE or outputs % MULTIPLE:
+        return f"{outputs} x {inputs} is not a multiple of {MULTIPLE}"
+    if min(inputs, outputs) < SMALLEST_WIDTH:
+        return f"{outputs} x {inputs} is narrower than {SMALLEST_WIDTH}"
+    return None
+
+
+def use_fp8(module: nn.Module) -> tuple[list[Fp8Linear], dict[str, str]]:
+    """Replace the linear layers of a module that `why_not` allows; parameters and their names stay.
+
+    Returns:
+        The new layers, for `refresh`; and for every layer that stays as it is, by name, why.
+    """
+    replaced: list[Fp8Linear] = []
+    kept: dict[str, str] = {}
+    for name, layer in list(module.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        has_bias = len(list(layer.parameters())) > 1
+        reason = "it has a bias" if has_bias else why_not(layer.in_features, layer.out_features)
+        if reason is not None:
+            kept[name] = reason
+            continue
+        parent, _, child = name.rpartition(".")
+        replaced.append(Fp8Linear(layer.weight))  # type: ignore[arg-type]
+        setattr(module.get_submodule(parent), child, replaced[-1])
+    return replaced, kept
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse a device without FP8 products; try one on any other.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    remedy = "Train without: --set train.fp8=false"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FIRST_CAPABILITY:
+            raise SlipstreamError(
+                f"train.fp8 is true, but {torch.cuda.get_device_name(device)} has compute capability "
+                f"{capability[0]}.{capability[1]}; FP8 products begin with {'.'.join(map(str, FIRST_CAPABILITY))}.",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy=remedy,
+            )
+    ones = torch.eye(32, dtype=torch.bfloat16, device=device)
+    for dtype in (FORWARD, GRADIENT):
+        try:
+            found = product(quantise(ones, dtype), quantise(ones, FORWARD), fast=False)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            raise SlipstreamError(
+                f"train.fp8 is true, but torch {torch.__version__} has no FP8 product on {device}: {error}",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy=remedy,
+            ) from error
+        if not torch.equal(found, ones):
+            raise SlipstreamError(
+                f"train.fp8 is true, but the FP8 product of torch {torch.__version__} on {device} is wrong: "
+                "an identity matrix times itself is another one.",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy=remedy,
+            )
+
+
+def refresh_all(layers: list[Fp8Linear]) -> Callable[[], None]:
+    """One function that rounds the weights of all layers, fit to be compiled."""
+
+    def refresh() -> None:
+        with torch.no_grad():
+            for layer in layers:
+                layer.refresh()
+
+    return refresh
