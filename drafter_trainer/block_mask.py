@@ -10,7 +10,7 @@ Shapes: T context tokens, A anchors, B block size, Q = A·B rounded up to 128, K
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ TILE = 128
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class VisibleIntervals:
+class VisibleIntervals(NamedTuple):
     """Half-open key intervals per query, int32 [Q]; empty for queries of invalid anchors and for padding.
 
     `context_*` are pack rows; `block_*` are query numbers, so the key of query i in the block part is T + i.
@@ -36,6 +35,30 @@ class VisibleIntervals:
     context_end: Tensor
     block_start: Tensor
     block_end: Tensor
+
+
+class TileLists(NamedTuple):
+    """Tiles that hold something visible, int32, by query tile (`kv_*`) and by key tile (`q_*`). `count` [1, 1, N] and
+    `index` [1, 1, N, M]: the first `count` entries of a row count, the others are valid tile numbers all the same.
+
+    `full_*`: every query of the tile sees every key of it; these are not among the others.
+    """
+
+    kv_count: Tensor
+    kv_index: Tensor
+    full_kv_count: Tensor
+    full_kv_index: Tensor
+    q_count: Tensor
+    q_index: Tensor
+    full_q_count: Tensor
+    full_q_index: Tensor
+
+
+class MaskTensors(NamedTuple):
+    """All of one flex mask that depends on the pack."""
+
+    visible: VisibleIntervals
+    tiles: TileLists
 
 
 def round_up(length: int, multiple: int = TILE) -> int:
@@ -90,11 +113,11 @@ def make_mask_mod(visible: VisibleIntervals, context_length: int) -> MaskMod:
     return mask_mod
 
 
-def build_flex_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> BlockMask:
-    """The BlockMask in closed form from the intervals, without evaluating Q x K.
+def list_tiles(visible: VisibleIntervals, context_length: int, num_queries: int) -> TileLists:
+    """The tiles in closed form from the intervals, without evaluating Q x K: plain tensor code, no host sync.
 
     Exactly the tiles that hold a visible key are listed, and a tile is full exactly if every one of its queries sees
-    every one of its keys within one interval. The largest intermediate is bool [Q, K/128].
+    every one of its keys within one interval. The largest intermediate is bool [Q, K/128], which a compiler fuses away.
 
     Args:
         visible: [Q].
@@ -107,16 +130,24 @@ def build_flex_mask(visible: VisibleIntervals, context_length: int, num_queries:
     touched_block, full_block = _tiles(visible.block_start, visible.block_end, tile_start - context_length)
     full = full_context | full_block
     partial = (touched_context | touched_block) & ~full
-    partial_count, partial_index = _ordered(partial)
-    full_count, full_index = _ordered(full)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=TILE,
+    return TileLists(*_ordered(partial), *_ordered(full), *_ordered(partial.t()), *_ordered(full.t()))
+
+
+def flex_mask(mask: MaskTensors, context_length: int, num_queries: int) -> BlockMask:
+    """What flex_attention takes; launches nothing."""
+    visible, tiles = mask
+    return BlockMask(
+        seq_lengths=(round_up(num_queries), round_up(context_length + num_queries)),
+        kv_num_blocks=tiles.kv_count,
+        kv_indices=tiles.kv_index,
+        full_kv_num_blocks=tiles.full_kv_count,
+        full_kv_indices=tiles.full_kv_index,
+        q_num_blocks=tiles.q_count,
+        q_indices=tiles.q_index,
+        full_q_num_blocks=tiles.full_q_count,
+        full_q_indices=tiles.full_q_index,
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=make_mask_mod(visible, context_length),
-        seq_lengths=(visible.context_start.numel(), key_length),
     )
 
 
@@ -130,10 +161,14 @@ def _tiles(start: Tensor, end: Tensor, tile_start: Tensor) -> tuple[Tensor, Tens
 
 
 def _ordered(present: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts [1, 1, Q/128] and indices [1, 1, Q/128, K/128]: present tiles first, ascending; all indices in range."""
-    count = present.sum(dim=-1, dtype=torch.int32)
-    index = torch.argsort(present.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], index[None, None].contiguous()
+    """bool [N, M] → counts [1, 1, N] and indices [1, 1, N, M]: present tiles first, ascending, then the absent ones."""
+    tile = torch.arange(present.shape[1], device=present.device).expand_as(present)
+    seen = present.cumsum(dim=1)
+    count = seen[:, -1:]
+    place = torch.where(present, seen - 1, count + tile - seen)
+    # Contiguous also where `present` is transposed: kernels step through a row's entries one by one.
+    index = torch.zeros(place.shape, dtype=place.dtype, device=place.device).scatter(1, place, tile)
+    return count[None, None, :, 0].to(torch.int32), index[None, None].to(torch.int32)
 
 
 def materialise_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> Tensor:
@@ -209,6 +244,32 @@ class AttentionLayout:
     window: int | None = None
 
 
+def mask_tensors(
+    layout: AttentionLayout, anchors: Anchors, position_ids: Tensor
+) -> tuple[MaskTensors | None, MaskTensors | None]:
+    """For flex: the (full, sliding) masks that the layers need. Plain tensor code, no host sync, fit to be compiled.
+
+    Args:
+        layout: see `AttentionLayout`.
+        anchors: [A].
+        position_ids: int [T].
+    """
+    context_length, num_queries = position_ids.numel(), anchors.positions.numel() * layout.block_size
+    full, sliding = _visible_by_kind(layout, anchors, position_ids)
+    return (
+        None if full is None else MaskTensors(full, list_tiles(full, context_length, num_queries)),
+        None if sliding is None else MaskTensors(sliding, list_tiles(sliding, context_length, num_queries)),
+    )
+
+
+def flex_attention_of(
+    masks: tuple[MaskTensors | None, MaskTensors | None], context_length: int, num_queries: int
+) -> FlexAttention:
+    """From what `mask_tensors` returned; launches nothing."""
+    full, sliding = (None if mask is None else flex_mask(mask, context_length, num_queries) for mask in masks)
+    return FlexAttention(full, sliding)
+
+
 def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_ids: Tensor) -> BlockAttention:
     """Masks for every kind of layer, on the device of its arguments, without a host sync.
 
@@ -218,15 +279,19 @@ def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_id
         position_ids: int [T].
     """
     context_length, num_queries = position_ids.numel(), anchors.positions.numel() * layout.block_size
-    full = visible_intervals(anchors, position_ids, layout.block_size) if layout.has_full else None
-    sliding = visible_intervals(anchors, position_ids, layout.block_size, layout.window) if layout.has_sliding else None
     if layout.kind == "flex":
-        return FlexAttention(
-            *(None if v is None else build_flex_mask(v, context_length, num_queries) for v in (full, sliding))
-        )
+        return flex_attention_of(mask_tensors(layout, anchors, position_ids), context_length, num_queries)
     sees_something = anchors.valid.repeat_interleave(layout.block_size)[:, None]
     full_mask, sliding_mask = (
         None if v is None else materialise_mask(v, context_length, num_queries) | ~sees_something
-        for v in (full, sliding)
+        for v in _visible_by_kind(layout, anchors, position_ids)
     )
     return SdpaAttention(full_mask, sliding_mask, sees_something)
+
+
+def _visible_by_kind(
+    layout: AttentionLayout, anchors: Anchors, position_ids: Tensor
+) -> tuple[VisibleIntervals | None, VisibleIntervals | None]:
+    full = visible_intervals(anchors, position_ids, layout.block_size) if layout.has_full else None
+    sliding = visible_intervals(anchors, position_ids, layout.block_size, layout.window) if layout.has_sliding else None
+    return full, sliding

@@ -9,9 +9,12 @@ from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.block_mask import (
     TILE,
     AttentionLayout,
+    MaskTensors,
     SdpaAttention,
+    VisibleIntervals,
     build_block_attention,
-    build_flex_mask,
+    flex_mask,
+    list_tiles,
     make_mask_mod,
     materialise_mask,
     round_up,
@@ -54,6 +57,11 @@ def test_the_mask_is_what_walking_the_pack_sees(block_size: int, window: int | N
         assert torch.equal(dense, mask_by_walking(pack, anchors, block_size, window))
 
 
+def build_flex_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> BlockMask:
+    tiles = list_tiles(visible, context_length, num_queries)
+    return flex_mask(MaskTensors(visible, tiles), context_length, num_queries)
+
+
 def tile_sets(counts: Tensor, indices: Tensor) -> list[set[int]]:
     return [set(row[:count].tolist()) for count, row in zip(counts[0, 0], indices[0, 0], strict=True)]
 
@@ -90,8 +98,20 @@ def test_closed_form_equals_create_block_mask(case: tuple[int, int, int], window
         mask_mod = make_mask_mod(visible, pack_tokens)
         evaluated = create_block_mask(mask_mod, 1, 1, q_len, kv_len, device="cpu", BLOCK_SIZE=TILE)
         assert_tiles_cover(ours, evaluated)
+        # The lists by key tile, which the backward walks, say the same as those by query tile.
+        by_query = BlockMask.from_kv_blocks(
+            ours.kv_num_blocks,
+            ours.kv_indices,
+            ours.full_kv_num_blocks,
+            ours.full_kv_indices,
+            seq_lengths=(q_len, kv_len),
+        )
+        assert torch.equal(ours.q_num_blocks, by_query.q_num_blocks)
+        assert torch.equal(ours.q_indices, by_query.q_indices)
+        assert torch.equal(ours.full_q_num_blocks, by_query.full_q_num_blocks)
+        assert torch.equal(ours.full_q_indices, by_query.full_q_indices)
         for indices in (ours.kv_indices, ours.full_kv_indices, ours.q_indices, ours.full_q_indices):
-            assert indices is not None and indices.dtype == torch.int32
+            assert indices is not None and indices.dtype == torch.int32 and indices.is_contiguous()
         assert ours.kv_indices.max() < kv_len // TILE and ours.q_indices.max() < q_len // TILE
         # The list is exact where context and blocks share no tile: no work on tiles without a visible key.
         if pack_tokens % TILE == 0:
