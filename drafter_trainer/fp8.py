@@ -11,7 +11,7 @@ kept in two layouts.
 Shapes: R rows, K inputs, N outputs of a layer; D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
 
 FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
@@ -35,9 +36,11 @@ FIRST_CAPABILITY = (8, 9)
 _SMALLEST_MAXIMUM = 1e-30
 _HEAD_ROWS_AT_ONCE = 4096
 
+_log = logging.getLogger(__name__)
+
 
 class Quantised(NamedTuple):
-    """`values` times `scale`, a float32 scalar, is the tensor that was rounded."""
+    """`values` times `scale`, float32 [], is about the tensor that was rounded."""
 
     values: Tensor
     scale: Tensor
@@ -192,26 +195,51 @@ def why_not(inputs: int, outputs: int) -> str | None:
     return None
 
 
-def use_fp8(module: nn.Module) -> tuple[list[Fp8Linear], dict[str, str]]:
-    """Replace the linear layers of a module that `why_not` allows; parameters and their names stay.
+class Fp8Products:
+    """A drafter's linear layers and its frozen head, in FP8 wherever `why_not` allows."""
 
-    Returns:
-        The new layers, for `refresh`; and for every layer that stays as it is, by name, why.
-    """
-    replaced: list[Fp8Linear] = []
-    kept: dict[str, str] = {}
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, nn.Linear):
-            continue
+    def __init__(self, drafter: nn.Module, head: Tensor) -> None:
+        """Replace the drafter's layers, whose parameters stay with their names, and round the head [V, D].
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED where the device cannot, SPEC_INVALID where there is nothing to do.
+        """
+        check_fp8(head.device)
+        self._layers: list[Fp8Linear] = []
+        self.stays_bfloat16: dict[str, str] = {}
+        """Names of layers, and why."""
+        for name, layer in list(drafter.named_modules()):
+            if isinstance(layer, nn.Linear):
+                self._replace(drafter, name, layer)
+        reason = why_not(head.shape[1], head.shape[0])
+        if reason is not None:
+            self.stays_bfloat16["lm_head"] = reason
+        self.head: Tensor | Fp8Head = Fp8Head.of(head) if reason is None else head
+        if not self._layers and reason is not None:
+            raise SlipstreamError(
+                f"train.fp8 is true, but no layer of this drafter fits: {self._reasons()}.",
+                reason=Reason.SPEC_INVALID,
+                remedy="Train without: --set train.fp8=false",
+            )
+        log_event(_log, "info", "fp8", layers=len(self._layers), head=reason is None, stays_bfloat16=self._reasons())
+
+    def round_weights(self) -> None:
+        """After the weights have changed: round them again, in place. Call without gradients; fit to be compiled."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def _replace(self, drafter: nn.Module, name: str, layer: nn.Linear) -> None:
         has_bias = len(list(layer.parameters())) > 1
         reason = "it has a bias" if has_bias else why_not(layer.in_features, layer.out_features)
         if reason is not None:
-            kept[name] = reason
-            continue
+            self.stays_bfloat16[name] = reason
+            return
         parent, _, child = name.rpartition(".")
-        replaced.append(Fp8Linear(layer.weight))  # type: ignore[arg-type]
-        setattr(module.get_submodule(parent), child, replaced[-1])
-    return replaced, kept
+        self._layers.append(Fp8Linear(drafter.get_parameter(f"{name}.weight")))
+        setattr(drafter.get_submodule(parent), child, self._layers[-1])
+
+    def _reasons(self) -> str:
+        return ", ".join(f"{name} ({reason})" for name, reason in self.stays_bfloat16.items()) or "none"
 
 
 def check_fp8(device: torch.device) -> None:
@@ -247,14 +275,3 @@ def check_fp8(device: torch.device) -> None:
                 reason=Reason.ENVIRONMENT_UNSUPPORTED,
                 remedy=remedy,
             )
-
-
-def refresh_all(layers: list[Fp8Linear]) -> Callable[[], None]:
-    """One function that rounds the weights of all layers, fit to be compiled."""
-
-    def refresh() -> None:
-        with torch.no_grad():
-            for layer in layers:
-                layer.refresh()
-
-    return refresh

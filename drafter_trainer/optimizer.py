@@ -4,7 +4,7 @@ The module computes with views of the masters (float32) or of a reduced copy of 
 AdamW or Muon, norms always by AdamW; a moving average follows where the recipe asks for one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,11 @@ class DrafterOptimizer:
         self._average = None if spec.ema_decay is None else WeightAverage(self._master, spec.ema_decay)
         # Float32, because the kernel wants it so; exact up to 16 million steps.
         self._applied_steps = torch.zeros((), device=device)
+        self._on_new_weights: Callable[[], None] | None = None
+
+    def on_new_weights(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, without gradients, whenever the module's weights have got other values."""
+        self._on_new_weights = listener
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of one pack, in the order of `parameters`, any dtype, to the step's float32 sum."""
@@ -146,3 +151,7 @@ class DrafterOptimizer:
     def _refresh_compute_weights(self) -> None:
         if self._compute is not self._master:
             self._compute.copy_(self._master)
+        if self._on_new_weights is not None:
+            # A compiled listener has one graph, in whichever mode the caller is.
+            with torch.no_grad():
+                self._on_new_weights()

@@ -18,6 +18,8 @@ from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.feature_noise import FeatureNoise
+from drafter_trainer.fp8 import Fp8Products
+from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
@@ -104,6 +106,9 @@ class TrainingStep:
         )
         self._noise = FeatureNoise(spec.train.feature_noise, spec.train.seed, self.device)
         self._needs_target_states = spec.loss.needs_target_distribution
+        fp8 = Fp8Products(self.drafter, frozen.head) if spec.train.fp8 else None
+        self._head: FrozenHead = frozen.head if fp8 is None else fp8.head
+        round_weights = None if fp8 is None else fp8.round_weights
         self._forward = self._hidden_states
         self._chunk_loss = None
         if self.device.type == "cuda":
@@ -113,6 +118,10 @@ class TrainingStep:
             # As many graphs as there are shapes: the limit catches one more. A chunk of the loss has one shape.
             self._forward = compile_owned(self._hidden_states, name="drafter", graphs=len(self.pack_lengths))
             self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
+            if round_weights is not None:
+                round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
+        if round_weights is not None:
+            self.optimizer.on_new_weights(round_weights)
 
     def run(self, batch: StepBatch, learning_rate: float) -> PendingStep:
         """Train one step. Gradients of the packs' loss numerators are summed in float32 and divided by the step's
@@ -169,9 +178,7 @@ class TrainingStep:
     def _pack_loss(self, pack: TrainingPack) -> LossSums:
         targets = self.block_targets(pack)
         hidden = self.hidden_states(pack, targets)
-        return drafter_loss(
-            hidden, self.frozen.head, targets, self._loss_config, self._chunk_loss, self._target_states(pack)
-        )
+        return drafter_loss(hidden, self._head, targets, self._loss_config, self._chunk_loss, self._target_states(pack))
 
     def _target_states(self, pack: TrainingPack) -> TargetStates | None:
         if not self._needs_target_states:

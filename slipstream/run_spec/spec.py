@@ -244,6 +244,9 @@ class TrainSpec(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute precision; master weights and optimizer state are float32 always."""
+    fp8: bool = False
+    """Matrix products of the drafter's layers and of the head in FP8, on cards from compute capability 8.9 on; see
+    docs/decisions/0011-fp8-products.md."""
     attention: Literal["flex", "sdpa"] = "flex"
     """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
     anchors_per_pack: PositiveInt = 512
@@ -260,6 +263,12 @@ class TrainSpec(Section):
     """Passes over the documents, each in another order."""
     max_not_finite_steps: PositiveInt = 3
     """The run fails with LOSS_NOT_FINITE after so many steps in a row without a finite loss."""
+
+    @model_validator(mode="after")
+    def _fp8_from_bfloat16(self) -> "TrainSpec":
+        if self.fp8 and self.precision != "bfloat16":
+            raise ValueError(f"fp8 rounds what is bfloat16, but precision is {self.precision!r}; set one of them")
+        return self
 
     @model_validator(mode="after")
     def _attention_runs_there(self) -> "TrainSpec":
