@@ -61,6 +61,8 @@ class Foretelling(BatchDecoder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fixed_caches_say_what_growing_caches_say(tmp_path: Path, family: Family) -> None:
     target = load(tmp_path, family)
+    # Not every version of transformers caps scores (Gemma 2) in its fused attention.
+    target.model.set_attn_implementation("eager")
     expected = growing(target, PROMPT, 30)
     (plain,) = decoder(target).decode([PROMPT], 30, NO_END)
     assert plain.tokens == expected.tokens
