@@ -1,4 +1,4 @@
-"""`slipstream trainer …`: start trainer agents, list them, give them runs and take them off."""
+"""`slipstream trainer …`: start and stop trainer agents, list them, give them runs and take them off."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
-    parser = subparsers.add_parser("trainer", help="trainers: start, list, attach to a run, detach")
+    parser = subparsers.add_parser("trainer", help="trainers: start, stop, list, attach to a run, detach")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     start = actions.add_parser(
         "start",
@@ -42,6 +42,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     start.add_argument(
         "--state", type=Path, metavar="DIR", help="what makes that agent the same trainer when it comes back"
     )
+    stop = actions.add_parser("stop", help="take a trainer out of the local stack; its run is saved and waits")
+    stop.add_argument("trainer", metavar="TRAINER", help="its name")
     actions.add_parser("ls", help="list the trainers")
     attach = actions.add_parser("attach", help="give a free trainer a run")
     attach.add_argument("trainer", metavar="TRAINER", help="its name")
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: whatever the control API or the local stack refuses.
     """
-    return {"start": _start, "ls": _list, "attach": _attach, "detach": _detach}[args.action](args)
+    return {"start": _start, "stop": _stop, "ls": _list, "attach": _attach, "detach": _detach}[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -133,6 +135,16 @@ def _start(args: argparse.Namespace) -> int:
     device = _unused_device(home) if args.device == "auto" else args.device
     name = add_trainer(home, device, name=args.name)
     _say(args, {"name": name, "home": str(home)}, f"{name} joins the stack in {home}", "trainer ls")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from slipstream.launcher.home import home_directory
+    from slipstream.launcher.stack import remove_trainer
+
+    home = home_directory(args.home)
+    remove_trainer(home, args.trainer)
+    _say(args, {"name": args.trainer, "home": str(home)}, f"{args.trainer} saves and leaves the stack", "trainer ls")
     return 0
 
 

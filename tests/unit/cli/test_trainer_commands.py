@@ -166,6 +166,22 @@ def test_start_in_a_stack(slipstream: Command, stack: Path, replaced: list[list[
     assert replaced == []
 
 
+def test_stop_in_a_stack(slipstream: Command, stack: Path) -> None:
+    answer = slipstream("trainer", "stop", "cpu")
+    assert (answer.status, answer.out) == (0, "cpu saves and leaves the stack\n")
+    assert answer.err == "next: slipstream trainer ls\n"
+    assert json.loads(Home(stack).stack_file.read_text())["trainers"] == []
+    answer = slipstream("trainer", "stop", "cpu")
+    assert answer.status == 13
+    assert "no trainer 'cpu'" in answer.err
+
+
+def test_stop_without_a_stack(slipstream: Command, home: Path) -> None:
+    answer = slipstream("trainer", "stop", "cpu")
+    assert answer.status == 15
+    assert "slipstream up" in answer.err
+
+
 @pytest.mark.parametrize("flags", [("--foreground",), ("--api", "http://far:1")])
 def test_start_beside_a_stack(
     slipstream: Command, stack: Path, replaced: list[list[str]], flags: tuple[str, ...]
