@@ -24,9 +24,10 @@ from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.command import open_checkpoint
-from drafter_trainer.evaluation.compare import PLAIN, compare
-from drafter_trainer.evaluation.prompt_decoder import TRAINED, end_ids
+from drafter_trainer.evaluation.compare import compare
+from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.evaluation.prompts import Prompt, load_prompts
+from drafter_trainer.evaluation.setting import PLAIN, TRAINED
 from slipstream.chat_rendering import render_chat
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import DrafterSpec

@@ -31,19 +31,25 @@ class Row:
 
 
 def write_results(
-    name: str, rows: list[Row], *, commit: str | None = None, extra: dict[str, Any] | None = None
+    name: str,
+    rows: list[Row],
+    *,
+    commit: str | None = None,
+    extra: dict[str, Any] | None = None,
+    directory: Path = RESULTS,
 ) -> Path:
-    """Write `benchmarks/results/<name>.json`; returns its path.
+    """Write `<directory>/<name>.json`; returns its path.
 
     Args:
         name: of the benchmark.
         rows: at least one.
         commit: default: what git says; for machines that hold no repository.
         extra: settings and raw numbers that explain the rows.
+        directory: default: `benchmarks/results`.
     """
     assert rows, "a benchmark without rows measured nothing"
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     content = {
         "benchmark": name,
         "commit": commit or _commit(),

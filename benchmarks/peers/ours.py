@@ -1,0 +1,97 @@
+"""Our side: the `TrainingStep` of a trainer, prepared and warmed up as `drafter-trainer run` does it."""
+
+import torch
+
+from benchmarks.peers.side import SideUnavailableError
+from benchmarks.peers.workload import (
+    LEARNING_RATE,
+    Pack,
+    Size,
+    compute_dtype,
+    drafter_config,
+    drafter_weights,
+    frozen_weights,
+    run_spec,
+)
+from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
+from drafter_trainer.start import prepare_device
+from drafter_trainer.step import PendingStep, TrainingStep
+from slipstream.run_spec.spec import TrainSpec
+
+PACKS_HELD = 4
+
+
+class OurSide:
+    """One step is in flight while the host launches the next, as in the training loop."""
+
+    split_features = True
+
+    def __init__(self, size: Size, device: torch.device, *, fp8: bool = False) -> None:
+        """
+        Raises:
+            SideUnavailableError: fp8 is asked for and this version has no such key.
+        """
+        if fp8 and "fp8" not in TrainSpec.model_fields:
+            raise SideUnavailableError("this version has no train.fp8")
+        spec = run_spec(size, device, **({"fp8": True} if fp8 else {}))
+        if device.type == "cuda":
+            prepare_device(spec)
+        config = drafter_config(size)
+        self.training_step = TrainingStep(config, frozen_weights(size, device), spec, size.buckets)
+        if device.type == "cuda":
+            from drafter_trainer.warmup import warm_up
+
+            warm_up(self.training_step, pack_plan(size), compute_dtype(device), vocab_size=size.vocab)
+        self.training_step.load_weights(drafter_weights(size, device))
+        self.description = (
+            f"drafter_trainer.step.TrainingStep, compiled, {'fp8' if fp8 else spec.train.precision} products, "
+            "fp32 masters, fused AdamW"
+        )
+        self._in_flight: PendingStep | None = None
+        self._newest: PendingStep | None = None
+        self._steps = 0
+
+    def step(self, pack: Pack) -> None:
+        """Launch a step, then look at the one before."""
+        batch = StepBatch(self._steps, (TrainingPack(self._steps, pack.tensors, pack.anchors),))
+        pending = self.training_step.run(batch, LEARNING_RATE)
+        self._steps += 1
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        self._in_flight = self._newest = pending
+
+    def last_loss(self) -> float:
+        """Loss of the newest step."""
+        assert self._newest is not None
+        numbers = self._newest.wait()
+        if not numbers.applied:
+            raise RuntimeError(f"a step was not applied: gradient norm {numbers.gradient_norm}")
+        return numbers.acceptance.loss
+
+    def forward_backward(self, pack: Pack) -> None:
+        """One pack without the optimizer; its gradients are dropped."""
+        sums = self.training_step._pack_loss(TrainingPack(0, pack.tensors, pack.anchors))
+        torch.autograd.grad(sums.numerator, self.training_step.optimizer.parameters)
+
+    def optimizer_bytes(self) -> int:
+        """Memory that only an optimizer needs: float32 masters, gradients and moments."""
+        optimizer = self.training_step.optimizer
+        tensors = (*optimizer.weights().values(), *optimizer.state_tensors().values(), optimizer._gradient)
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+
+def pack_plan(size: Size) -> PackPlan:
+    """What the warm-up must know of the packs to come."""
+    config, (*shorter, longest) = drafter_config(size), size.buckets
+    return PackPlan(
+        first_sequence_number=0,
+        packs_per_step=1,
+        total_steps=0,
+        tensor_shapes=payload_shapes(config.feature_names, longest, size.hidden),
+        num_anchors=size.anchors,
+        seed=0,
+        prefetch_packs=PACKS_HELD,
+        lease_seconds=60.0,
+        shorter_lengths=tuple(shorter),
+    )

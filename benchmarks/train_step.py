@@ -1,0 +1,207 @@
+"""Is our training step faster than anything published? Ours and the peers', same work, in one call on one GPU.
+
+    python -m benchmarks.train_step --sizes A,B,C --out DIR --leave-by 540
+
+Every side runs in a process of its own and they take turns: ours, peer, ours, peer. Peers are optional packages
+(`pip install --no-deps specforge==0.2.0 speculators==0.9.0`); one that is not there is a row that says so. What each
+side runs is in benchmarks/peers, one file each; what is counted as work, in benchmarks/flops.py.
+
+`specforge`, `specforge-compiled` and `speculators` train with our optimizer and our anchors, so that only the step
+differs; `specforge-shipped` is its own trainer's step.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.workload import SIZES, TINY
+from benchmarks.results_file import RESULTS, write_results
+from benchmarks.train_step_rows import Measured, make_rows, table
+from benchmarks.worker_process import WorkerFailedError, WorkerProcess
+from slipstream.child_processes import sigterm_as_exit
+
+VARIANTS = ("ours", "ours-fp8", "specforge", "specforge-compiled", "specforge-shipped", "speculators")
+PEERLESS = ("B",)
+"""Sizes with several pack lengths in one run, for which peers have no counterpart."""
+ROUNDS = 3
+BUILD_SECONDS = 300.0
+ANSWER_SECONDS = 120.0
+LEAST_SECONDS = 30.0
+"""With less time than this, nothing new is begun."""
+MEMORY_TOKENS = 4000
+LENGTH_STEPS = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=_names((*SIZES, TINY.name)), default=list(SIZES), metavar="A,B,C")
+    parser.add_argument("--variants", type=_names(VARIANTS), default=list(VARIANTS), metavar=",".join(VARIANTS))
+    parser.add_argument("--steps", type=int, default=24, help="timed steps of every side, in all rounds together")
+    parser.add_argument("--leave-by", type=float, default=3600.0, help="seconds from now; what is left out is said")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, with --sizes tiny")
+    parser.add_argument("--commit", help="for machines without the repository")
+    args = parser.parse_args()
+    if problem := _problem(args):
+        parser.error(problem)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with sigterm_as_exit():
+        benchmark = Benchmark(args)
+        try:
+            benchmark.run()
+        finally:
+            # Also when it is told to stop: what was measured is kept.
+            text = benchmark.write()
+    sys.stdout.write(text)
+    return 0
+
+
+def _names(known: tuple[str, ...]) -> Any:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    if args.device == "cpu":
+        return None if args.sizes == [TINY.name] else "a CPU runs --sizes tiny only"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no GPU; try --device cpu --sizes tiny"
+    return None
+
+
+class Seat:
+    """A worker and what is known of it. After its first failure it is asked nothing more."""
+
+    def __init__(self, worker: WorkerProcess, measured: Measured, deadline: float) -> None:
+        self.worker, self.measured = worker, measured
+        self._deadline = deadline
+        self.measured.build = self._heard(lambda: worker.answer(self._patience(BUILD_SECONDS))) or {}
+
+    def ask(self, do: str, **options: Any) -> dict[str, Any] | None:
+        """Its answer; None if it failed, now or before."""
+        return self._heard(lambda: self.worker.ask(self._patience(ANSWER_SECONDS), do=do, **options))
+
+    def time(self, steps: int) -> float | None:
+        """Median milliseconds of some steps, which are kept."""
+        answer = self.ask("time", steps=steps)
+        if answer is None:
+            return None
+        self.measured.milliseconds += answer.pop("milliseconds")
+        self.measured.memory = answer
+        return statistics.median(self.measured.milliseconds[-steps:])
+
+    def _heard(self, hear: Any) -> dict[str, Any] | None:
+        if self.measured.failed is not None:
+            return None
+        try:
+            answer: dict[str, Any] = hear()
+        except WorkerFailedError as error:
+            self.measured.failed = str(error)
+            return None
+        return answer
+
+    def _patience(self, most: float) -> float:
+        return min(most, self._deadline - time.monotonic())
+
+
+class Benchmark:
+    """The measurements of one call."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._deadline = time.monotonic() + args.leave_by
+        self._measured: list[Measured] = []
+        self._peaks: list[float] = []
+
+    def run(self) -> None:
+        """Everything that was asked for, as far as the time allows."""
+        self._measure_peak()
+        for size in self._args.sizes:
+            self._measure_size(size)
+            if size == "C" and self._args.device == "cuda":
+                self._measure_first_steps(size)
+        self._measure_peak()
+
+    def write(self) -> str:
+        """Write the JSON; returns the table."""
+        peak = statistics.median(self._peaks) if self._peaks else None
+        rows = make_rows(self._measured, peak)
+        extra = {
+            "peak_tflops": self._peaks,
+            "sides": [measured.as_json(peak) for measured in self._measured],
+            "settings": {key: str(value) for key, value in vars(self._args).items()},
+        }
+        path = write_results("train_step", rows, commit=self._args.commit, extra=extra, directory=self._args.out)
+        return f"{table(self._measured, rows, peak)}\n{path}\n"
+
+    @contextmanager
+    def _seat(self, size: str, variant: str, environment: dict[str, str] | None = None) -> Iterator[Seat]:
+        measured = Measured(size, variant)
+        self._measured.append(measured)
+        if self._deadline - time.monotonic() < LEAST_SECONDS:
+            measured.failed = "left out: no time"
+        options = ["--variant", variant, "--size", size, "--device", self._args.device]
+        log = self._args.out / f"train_step-{size}-{variant}.log"
+        with WorkerProcess(["benchmarks.train_step_worker", *options], log, environment) as worker:
+            seat = Seat(worker, measured, self._deadline)
+            sys.stderr.write(f"{size} {variant}: {measured.failed or 'ready'}\n")
+            yield seat
+            if measured.failed:
+                sys.stderr.write(f"{size} {variant}: failed: {measured.failed}\n")
+
+    def _measure_size(self, size: str) -> None:
+        others = [variant for variant in self._args.variants if variant != "ours" and size not in PEERLESS]
+        with self._seat(size, "ours") as ours:
+            for variant in others:
+                self._measure_pair(ours, variant)
+            if not others:
+                ours.time(self._args.steps)
+            ours.measured.profile = ours.ask("profile") or {}
+            if SIZES.get(size, TINY).lengths and self._args.device == "cuda":
+                ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS) or {}
+                ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
+
+    def _measure_pair(self, ours: Seat, variant: str) -> None:
+        with self._seat(ours.measured.size, variant) as other:
+            steps = -(-self._args.steps // ROUNDS)
+            for _ in range(ROUNDS):
+                mine, theirs = ours.time(steps), other.time(steps)
+                if mine and theirs:
+                    other.measured.ratios.append(theirs / mine)
+            other.measured.profile = other.ask("profile") or {}
+
+    def _measure_first_steps(self, size: str) -> None:
+        """From exec to the first step: with an empty compile cache, then with what that left."""
+        with tempfile.TemporaryDirectory(prefix="train-step-cache-") as cache:
+            for name in ("cold", "warm"):
+                environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+                with self._seat(size, "ours", environment) as seat:
+                    seat.measured.variant = f"ours, {name} cache"
+                    if seat.measured.build:
+                        seconds = seat.measured.build["first_step_at"] - seat.worker.started_at
+                        seat.measured.first_step_seconds = seconds
+
+    def _measure_peak(self) -> None:
+        if self._args.device != "cuda":
+            return
+        with self._seat("A", "peak") as seat:
+            self._measured.remove(seat.measured)
+            if seat.measured.build:
+                self._peaks.append(seat.measured.build["peak_tflops"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

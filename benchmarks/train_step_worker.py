@@ -1,0 +1,229 @@
+"""One side of benchmarks/train_step.py in a process of its own: builds it, then does what each line on stdin says.
+
+Commands and answers are JSON, one a line. Answers go to the stdout that the process started with; whatever libraries
+print goes to stderr.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+from benchmarks.kernel_parts import profile_steps
+from benchmarks.matmul_peak import matmul_peak
+from benchmarks.peers.side import Side, SideUnavailableError
+from benchmarks.peers.workload import SIZES, TINY, Pack, Size, make_pack
+
+WARM_UP_STEPS = 4
+PROFILED_STEPS = 3
+REASON_LENGTH = 400
+PACKS = 3
+"""Held on the device by every side, as a trainer prefetches them."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--size", required=True)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    size = TINY if args.size == TINY.name else SIZES[args.size]
+    return serve(Worker(args.variant, size, torch.device("cuda:0" if args.device == "cuda" else "cpu")), answers)
+
+
+def serve(worker: "Worker", answers: TextIO) -> int:
+    """Answer until stdin ends, or something fails: then the last answer says why."""
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        answer(worker.build())
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer(getattr(worker, command.pop("do"))(**command))
+    except Exception as error:  # noqa: BLE001 - the process's boundary: the reason becomes the row of this side
+        traceback.print_exc()
+        known = isinstance(error, SideUnavailableError)
+        reason = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+        answer({"failed": reason[:REASON_LENGTH]})
+        return 1
+    return 0
+
+
+class Worker:
+    """A side with its packs. Every method answers with what JSON can hold."""
+
+    def __init__(self, variant: str, size: Size, device: torch.device) -> None:
+        self._variant, self._size, self._device = variant, size, device
+        self._side: Side
+        self._packs: list[Pack] = []
+        self._done = 0
+
+    def build(self) -> dict[str, Any]:
+        """Build, run the first step, warm up."""
+        if self._variant == "peak":
+            return {"peak_tflops": matmul_peak(self._device)}
+        began = time.time()
+        self._side = make_side(self._variant, self._size, self._device)
+        split = self._side.split_features
+        self._packs = [make_pack(self._size, self._device, number, split_features=split) for number in range(PACKS)]
+        built = time.time()
+        self._step()
+        losses = [self._side.last_loss()]
+        first_step_at = time.time()
+        for _ in range(WARM_UP_STEPS - 1):
+            self._step()
+            losses.append(self._side.last_loss())
+        return {
+            "description": self._side.description,
+            "losses": losses,
+            "build_seconds": built - began,
+            "first_step_at": first_step_at,
+        }
+
+    def time(self, steps: int) -> dict[str, Any]:
+        """Milliseconds of each step on the device's clock, gaps included; peak memory of these steps."""
+        if self._device.type != "cuda":
+            return self._time_on_cpu(steps)
+        for _ in range(2):
+            self._step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self._step()
+            event.record()
+        torch.cuda.synchronize()
+        return {
+            "milliseconds": [a.elapsed_time(b) for a, b in itertools.pairwise(events)],
+            "loss": self._side.last_loss(),
+            "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        }
+
+    def _time_on_cpu(self, steps: int) -> dict[str, Any]:
+        milliseconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self._step()
+            milliseconds.append((time.perf_counter() - began) * 1e3)
+        loss = self._side.last_loss()
+        return {"milliseconds": milliseconds, "loss": loss, "allocated_gib": 0.0, "reserved_gib": 0.0}
+
+    def profile(self) -> dict[str, Any]:
+        """Parts of a step."""
+        if self._device.type != "cuda":
+            return {"ms_by_part": {}, "kernels_per_step": 0, "top_kernels": []}
+        self._step()
+        torch.cuda.synchronize()
+        return profile_steps(self._step, PROFILED_STEPS)
+
+    def lengths(self, steps: int) -> dict[str, Any]:
+        """Steps over packs of every length in random order: graphs compiled meanwhile, memory after each step."""
+        from drafter_trainer.flex_policy import compiled_graphs
+
+        size, cuda = self._size, self._device.type == "cuda"
+        packs = [make_pack(size, self._device, 0, split_features=True, tokens=length) for length in size.lengths]
+        order = [random.Random(0).randrange(len(packs)) for _ in range(steps)]
+        graphs, allocated, reserved = compiled_graphs(), [], []
+        milliseconds: dict[int, list[float]] = {length: [] for length in size.lengths}
+        for index in order:
+            began = time.perf_counter()
+            self._side.step(packs[index])
+            loss = self._side.last_loss()
+            milliseconds[size.lengths[index]].append((time.perf_counter() - began) * 1e3)
+            if cuda:
+                allocated.append(torch.cuda.memory_allocated() / 2**30)
+                reserved.append(torch.cuda.memory_reserved() / 2**30)
+        half = len(allocated) // 2
+        return {
+            "steps": steps,
+            "loss": loss,
+            "graphs_before": graphs,
+            "graphs_compiled_meanwhile": compiled_graphs() - graphs,
+            "ms_by_length": {length: statistics.median(times) for length, times in milliseconds.items() if times},
+            "allocated_growth_gib": max(allocated[half:]) - max(allocated[:half]) if allocated else 0.0,
+            "reserved_growth_gib": max(reserved[half:]) - max(reserved[:half]) if reserved else 0.0,
+            "reserved_gib": max(reserved, default=0.0),
+        }
+
+    def forward_backward(self, tokens: int) -> dict[str, Any]:
+        """Peak memory of one pack without an optimizer: what only the optimizer holds is taken off."""
+        from benchmarks.peers.ours import OurSide
+
+        assert isinstance(self._side, OurSide)
+        pack = make_pack(self._size, self._device, 0, split_features=True, tokens=tokens)
+        self._packs = []
+        torch.cuda.empty_cache()
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._side.forward_backward(pack)
+        torch.cuda.synchronize()
+        peak, optimizer = torch.cuda.max_memory_allocated(), self._side.optimizer_bytes()
+        return {"peak_gb": (peak - optimizer) / 1e9, "with_optimizer_gb": peak / 1e9, "optimizer_gb": optimizer / 1e9}
+
+    def _step(self) -> None:
+        self._side.step(self._packs[self._done % len(self._packs)])
+        self._done += 1
+
+
+def make_side(variant: str, size: Size, device: torch.device) -> Side:
+    """The side of a name. Imports only what that side needs."""
+    return SIDES[variant](size, device)
+
+
+def _ours(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.ours import OurSide
+
+    return OurSide(size, device)
+
+
+def _ours_fp8(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.ours import OurSide
+
+    return OurSide(size, device, fp8=True)
+
+
+def _specforge(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.specforge import SpecForgeSide
+
+    return SpecForgeSide(size, device)
+
+
+def _specforge_compiled(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.specforge import SpecForgeSide
+
+    return SpecForgeSide(size, device, compiled=True)
+
+
+def _specforge_shipped(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.specforge import SpecForgeShippedSide
+
+    return SpecForgeShippedSide(size, device)
+
+
+SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
+    "ours": _ours,
+    "ours-fp8": _ours_fp8,
+    "specforge": _specforge,
+    "specforge-compiled": _specforge_compiled,
+    "specforge-shipped": _specforge_shipped,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
