@@ -11,7 +11,7 @@ import platform
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -196,24 +196,22 @@ def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callab
 class CompilationFreeze:
     """After the warm-up: compiling anything is an error. Also sees a backward that is compiled late."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack_lengths: Sequence[int] = ()) -> None:
+        """`pack_lengths`: the buckets, for the words."""
         self.num_graphs = 0
+        self._pack_lengths = pack_lengths
 
     def freeze(self) -> int:
-        """Forbid compilation in this process. Returns the number of graphs compiled so far."""
+        """Forbid compilation in this process, for good. Returns the number of graphs compiled so far."""
         self.num_graphs = compiled_graphs()
         torch.compiler.set_stance("fail_on_recompile")
         torch._dynamo.callback.callback_handler.register_start_callback(self._refuse)
         return self.num_graphs
 
-    def thaw(self) -> None:
-        """Allow compilation again."""
-        torch._dynamo.callback.callback_handler.remove_start_callback(self._refuse)
-        torch.compiler.set_stance("default")
-
     def _refuse(self, arguments: Any) -> NoReturn:
+        declared = f" for packs of {', '.join(map(str, self._pack_lengths))} tokens" if self._pack_lengths else ""
         raise SlipstreamError(
-            f"torch began to compile ({arguments}) after the warm-up had compiled {self.num_graphs} graphs",
+            f"torch began to compile ({arguments}) after the warm-up had compiled {self.num_graphs} graphs{declared}",
             reason=Reason.PACK_OUTSIDE_BUCKETS,
             remedy="A shape, dtype or grad mode was not part of the warm-up; report this with the log.",
         )

@@ -1,9 +1,15 @@
-"""The real step before the first pack: compiled, run, checked; only then do weights and optimizer get their values.
+"""The real step before the first pack: compiled, compared, run; only then do weights and optimizer get their values.
 
-Every graph a run needs is compiled here, in the thread that will use it; afterwards compiling is an error. Packs are
-adversarial: no anchor at all, one, every one, and every anchor crowded into a context of 512 tokens.
+Every graph a run needs is compiled here, in the thread that will use it; afterwards compiling is an error. These are
+the drafter with its backward once for each declared pack length, and the loss of a chunk: training computes nothing
+without gradients and drafts are decoded in another process, so there is no graph for evaluation. A warm-up of less than
+a step does not exist: `GradientCheck.add` and `TrainingStep.run` both end in a backward.
+
+Packs are adversarial: no anchor at all, one, every one, every anchor crowded into a context of 512 tokens, and
+documents of many lengths.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -14,79 +20,153 @@ from torch import Tensor
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack
 from drafter_trainer.device_copy import DeviceCopy
-from drafter_trainer.flex_policy import CompilationFreeze
-from drafter_trainer.step import TrainingStep
+from drafter_trainer.flex_policy import CompilationFreeze, compiled_graphs
+from drafter_trainer.gradient_check import GradientCheck
+from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
-_ROUNDS = 2
 _SHORT_CONTEXT = 512
+# The divisors of many-document packs: a pack is cut at its third, fifth, ninth…, none of them a multiple of a tile.
+_CUTS = (3, 5, 9, 17, 33)
 
 _log = logging.getLogger(__name__)
 
 
 def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, vocab_size: int) -> None:
-    """Run the real step on adversarial packs, twice each, then forbid compilation. For CUDA.
+    """Compare gradients, then run the real step twice, with every pack in every length; forbid compilation. For CUDA.
 
     Weights and optimizer state are those of noise afterwards: load them next, in place.
 
     Raises:
-        SlipstreamError: LOSS_NOT_FINITE when a step on finite input is not finite: a kernel is wrong on this machine.
+        SlipstreamError: this machine cannot train the run: gradients are wrong, or a step compiled anew what it had
+            compiled before (ENVIRONMENT_UNSUPPORTED), or a step on finite input is not finite (LOSS_NOT_FINITE).
     """
     started = time.monotonic()
-    step.load_weights(step.first_weights(seed=0))
-    for _ in range(_ROUNDS):
-        for name, batch in adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size):
-            numbers = step.run(batch, learning_rate=1e-6).wait()
-            if not numbers.applied:
-                raise SlipstreamError(
-                    f"The warm-up step with {name} gave loss {numbers.acceptance.loss} and gradient norm "
-                    f"{numbers.gradient_norm} on finite input.",
-                    reason=Reason.LOSS_NOT_FINITE,
-                    remedy="A kernel is wrong on this machine: report what slipstream doctor prints.",
-                )
-    graphs = CompilationFreeze().freeze()
-    log_event(_log, "info", "warmed_up", graphs=graphs, seconds=round(time.monotonic() - started, 1))
+    load_representable_weights(step)
+    check_gradients(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
+    compared = time.monotonic()
+    run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
+    graphs = compiled_graphs()
+    run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
+    if compiled_graphs() != graphs:
+        raise SlipstreamError(
+            f"The same packs compiled {compiled_graphs() - graphs} more graphs when they came a second time.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="This torch guards on something that changes from step to step: report this with the log.",
+        )
+    CompilationFreeze(plan.pack_lengths).freeze()
+    log_event(
+        _log,
+        "info",
+        "warmed_up",
+        graphs=graphs,
+        pack_lengths=plan.pack_lengths,
+        gradients_seconds=round(compared - started, 1),
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def load_representable_weights(step: TrainingStep) -> None:
+    """Float32 masters that are numbers of the compute precision: the reference computes with the step's own weights."""
+    dtype = step.drafter.fc.weight.dtype
+    assert dtype in COMPUTE_DTYPES.values(), dtype
+    step.load_weights({name: weight.to(dtype).float() for name, weight in step.first_weights(seed=0).items()})
+
+
+def check_gradients(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -> None:
+    """Compare the compiled drafter's gradients with dense attention's, over all packs together.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, they are wrong.
+    """
+    check = GradientCheck(step)
+    for _, batch in batches:
+        check.add(batch.packs[0])
+    errors = check.require_right()
+    log_event(
+        _log, "info", "gradients_checked", tensors=len(errors.ours), nearest_to_bound=errors.in_words(errors.worst())
+    )
+
+
+def run_steps(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -> None:
+    """Run the real step on each, waiting for its numbers.
+
+    Raises:
+        SlipstreamError: LOSS_NOT_FINITE.
+    """
+    for name, batch in batches:
+        numbers = step.run(batch, learning_rate=1e-6).wait()
+        if not numbers.applied:
+            raise SlipstreamError(
+                f"The warm-up step with {name} gave loss {numbers.acceptance.loss} and gradient norm "
+                f"{numbers.gradient_norm} on finite input.",
+                reason=Reason.LOSS_NOT_FINITE,
+                remedy="A kernel is wrong on this machine: report what slipstream doctor prints.",
+            )
 
 
 def adversarial_batches(
     device: torch.device, plan: PackPlan, feature_dtype: torch.dtype, *, vocab_size: int
 ) -> Iterator[tuple[str, StepBatch]]:
-    """(what is special, a step's packs), in the shapes of `plan`."""
-    tokens = plan.tensor_shapes["input_ids"][0]
+    """(what is special, a step's packs), for every declared pack length."""
+    for tokens in plan.pack_lengths:
+        for number, (name, supervised, lengths) in enumerate(_cases(tokens)):
+            pack = _pack(plan.shapes_of(tokens), supervised, lengths, vocab_size)
+            anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], plan.num_anchors, 0, number)
+            moved = DeviceCopy(device).to_device(pack) | _features(
+                plan.shapes_of(tokens), sum(lengths), feature_dtype, device
+            )
+            training_pack = TrainingPack(number, moved, anchors.to(device))
+            yield f"{name}, {tokens} tokens", StepBatch(0, (training_pack,) * plan.packs_per_step)
+
+
+def _cases(tokens: int) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """What is special, how many of the first tokens are supervised, the lengths of the documents."""
     short = min(_SHORT_CONTEXT, tokens)
-    # What is special, how many of the first tokens are supervised, the length of the document.
-    cases = (
-        ("no valid anchor", 0, tokens),
-        ("one valid anchor", 2, tokens),
-        ("every anchor", tokens, tokens),
-        (f"every anchor in {short} tokens", short, short),
+    cuts = sorted({tokens // divisor for divisor in _CUTS if tokens // divisor > 0})
+    bounds = (0, *cuts, tokens)
+    many = tuple(end - start for start, end in itertools.pairwise(bounds))
+    return (
+        ("no valid anchor", 0, (tokens,)),
+        ("one valid anchor", 2, (tokens,)),
+        ("every anchor", tokens, (tokens,)),
+        (f"every anchor in {short} tokens", short, (short,)),
+        (f"{len(many)} documents", tokens, many),
     )
-    generator = torch.Generator().manual_seed(0)
-    copy = DeviceCopy(device)
-    for number, (name, supervised, length) in enumerate(cases):
-        mask = torch.arange(tokens) < supervised
-        pack = _pack(plan, mask, length, feature_dtype, torch.randint(vocab_size, (tokens,), generator=generator))
-        anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], plan.num_anchors, 0, number)
-        training_pack = TrainingPack(number, copy.to_device(pack), anchors.to(device))
-        yield name, StepBatch(0, (training_pack,) * plan.packs_per_step)
 
 
 def _pack(
-    plan: PackPlan, mask: Tensor, length: int, feature_dtype: torch.dtype, token_ids: Tensor
+    shapes: dict[str, tuple[int, ...]], supervised: int, lengths: tuple[int, ...], vocab_size: int
 ) -> dict[str, Tensor]:
-    """One document of `length` tokens, then padding; noise for features."""
-    tokens = mask.numel()
-    inside = torch.arange(tokens) < length
-    pack = {
-        "input_ids": torch.where(inside, token_ids, 0).int(),
-        "loss_mask": mask.to(torch.uint8),
-        "document_ids": torch.where(inside, 0, -1).int(),
-        "position_ids": torch.where(inside, torch.arange(tokens), 0).int(),
+    """Documents of these lengths, then padding; without features. On the CPU."""
+    (tokens,) = shapes["input_ids"]
+    used = torch.tensor(lengths)
+    padding = tokens - int(used.sum())
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), used)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+
+    def padded(values: Tensor, value: int = 0) -> Tensor:
+        return torch.nn.functional.pad(values.int(), (0, padding), value=value)
+
+    return {
+        "input_ids": padded(torch.randint(vocab_size, (tokens - padding,), generator=generator)),
+        "loss_mask": (torch.arange(tokens) < supervised).to(torch.uint8),
+        "document_ids": padded(documents, -1),
+        "position_ids": padded(positions),
     }
-    generator = torch.Generator().manual_seed(1)
-    for name, shape in plan.tensor_shapes.items():
-        if name not in pack:
-            pack[name] = torch.randn(shape, generator=generator).to(feature_dtype) * inside[:, None]
-    return pack
+
+
+def _features(
+    shapes: dict[str, tuple[int, ...]], used: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Noise for the target's hidden states, zeros on padding. Drawn on the device: a CPU takes a second per pack."""
+    generator = torch.Generator(device).manual_seed(1)
+    features = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            features[name] = torch.randn(shape, generator=generator, device=device).to(dtype)
+            features[name][used:] = 0
+    return features

@@ -219,21 +219,39 @@ def test_an_owned_function_belongs_to_the_thread_that_compiled_it(backend: Calla
     assert "another thread" in str(raised[0])
 
 
-def test_after_the_freeze_nothing_compiles(backend: Callable[[object], None]) -> None:
+@pytest.fixture
+def undo_freeze() -> Iterator[None]:
+    """A trainer never compiles again; the other tests of this process do."""
+    yield
+    torch._dynamo.callback.callback_handler.clear()
+    torch.compiler.set_stance("default")
+
+
+def test_after_the_freeze_nothing_compiles(backend: Callable[[object], None], undo_freeze: None) -> None:
     backend("eager")
     known = flex_policy.compile_owned(torch.neg, name="known", graphs=2)
     unknown = flex_policy.compile_owned(torch.abs, name="unknown", graphs=2)
     known(torch.ones(3))
-    freeze = flex_policy.CompilationFreeze()
-    assert freeze.freeze() >= 1
-    try:
-        assert known(torch.ones(3)).tolist() == [-1.0] * 3
-        with pytest.raises(RuntimeError, match="fail_on_recompile"):
-            known(torch.ones(4))
-        with pytest.raises((SlipstreamError, RuntimeError), match=r"after the warm-up|fail_on_recompile"):
-            unknown(torch.ones(3))
-    finally:
-        freeze.thaw()
+    assert flex_policy.CompilationFreeze((128, 256)).freeze() >= 1
+    assert known(torch.ones(3)).tolist() == [-1.0] * 3
+    with pytest.raises(RuntimeError, match="fail_on_recompile"):
+        known(torch.ones(4))
+    with pytest.raises((SlipstreamError, RuntimeError), match=r"after the warm-up|fail_on_recompile"):
+        unknown(torch.ones(3))
+
+
+def test_a_backward_that_is_compiled_late_is_refused_with_the_buckets(
+    backend: Callable[[object], None], undo_freeze: None
+) -> None:
+    """What a warm-up of forwards alone would leave behind: the stance does not see it, the callback does."""
+    backend("inductor")
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=False):
+        owned = flex_policy.compile_owned(lambda values: (values * 2).sin(), name="late", graphs=1)
+        output = owned(torch.ones(3, requires_grad=True))
+        flex_policy.CompilationFreeze((128, 256)).freeze()
+        with pytest.raises(SlipstreamError, match="for packs of 128, 256 tokens") as refused:
+            output.sum().backward()
+    assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
 
 
 def test_a_failure_is_described_with_shapes_and_versions() -> None:

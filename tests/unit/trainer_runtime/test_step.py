@@ -169,10 +169,10 @@ def test_adversarial_packs_are_finite_and_change_weights_only_where_something_co
         numbers = step.run(batch, 1e-3).wait()
         names.append(name)
         assert numbers.applied and math.isfinite(numbers.acceptance.loss), name
-        assert (numbers.gradient_norm > 0) == (name != "no valid anchor")
+        assert (numbers.gradient_norm > 0) == (not name.startswith("no valid anchor"))
         changed = not torch.equal(step.optimizer.weights()["layers.0.mlp.down_proj.weight"], first)
-        assert changed == (name != "no valid anchor"), name
-    assert len(names) == 4
+        assert changed == (not name.startswith("no valid anchor")), name
+    assert len(names) == 5
 
 
 def test_the_pack_that_is_not_finite_is_named_and_nothing_changes() -> None:
