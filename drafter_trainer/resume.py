@@ -22,6 +22,7 @@ _MAY_CHANGE = (
     "target.model",
     "target.revision",
     "target.trust_remote_code",
+    "target.compile",
     "train.device",
     "train.attention",
     "train.max_not_finite_steps",

@@ -2,10 +2,15 @@
 
 A row holds documents one after another. No mask of the row is ever made: either one variable-length kernel runs over
 all documents (CUDA), or one SDPA call per document. Which of the two is decided once, when the model is loaded.
+
+The documents do not travel through transformers' code: whoever runs a model calls it inside `PackedDocuments.in_use`.
+A compiled layer calls attention as one opaque operator, so that other documents never mean another graph.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -45,7 +50,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionTraits, "PackedDocuments"], 
 
 
 class PackedDocuments:
-    """Where the documents of one row begin and end. Travels with a forward as a keyword argument, owned by it."""
+    """Where the documents of one row begin and end, for one forward."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, kernel: Kernel) -> None:
         """`lengths`: tokens of each document, every one at least 1."""
@@ -54,10 +59,23 @@ class PackedDocuments:
         self.ranges = tuple(pairwise(boundaries))
         self.max_length = max(lengths)
         self.kernel = kernel
-        self.cumulative_lengths = torch.tensor(boundaries, dtype=torch.int32, device=device)
+        self.cumulative_lengths = to_device(torch.tensor(boundaries, dtype=torch.int32), device)
         self.traits: dict[int, AttentionTraits] = {}
         """What each attention module asked for, by its id."""
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, traits: AttentionTraits) -> Tensor:
+        """Attention of one layer: query `[1, H, T, d]` -> `[1, T, H, d]`."""
+        return self.kernel(query, key, value, traits, self)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Attention in this thread is within these documents while the block runs."""
+        before, _thread.documents = _thread.documents, self
+        try:
+            yield
+        finally:
+            _thread.documents = before
 
     def mask(self, length: int, window: int | None) -> Tensor:
         """Causal mask of one document, True = visible, bool `[length, length]`; shared by the layers of a forward."""
@@ -66,6 +84,18 @@ class PackedDocuments:
             mask = torch.ones(length, length, dtype=torch.bool, device=self.cumulative_lengths.device).tril_()
             self._masks[key] = mask if window is None else mask.triu_(1 - window)
         return self._masks[key]
+
+
+class _Thread(threading.local):
+    documents: PackedDocuments | None = None
+
+
+_thread = _Thread()
+
+
+def to_device(row: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. Pinned on the way, or the host would wait for what the device is doing."""
+    return row.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else row.to(device)
 
 
 def packed_attention(
@@ -81,31 +111,53 @@ def packed_attention(
     Raises:
         SlipstreamError: MODEL_INVALID, when the layer asks for something that packed attention does not do.
     """
-    documents: PackedDocuments | None = arguments.get("packed_documents")
     unsupported = [name for name in _UNSUPPORTED_ARGUMENTS if arguments.get(name) is not None]
-    if documents is None:
-        unsupported.append("no way to pass the documents through")
     if attention_mask is not None:
         unsupported.append("a mask of its own")
     if not getattr(module, "is_causal", True):
         unsupported.append("attention to later tokens")
-    if unsupported or documents is None:
+    if unsupported:
         raise model_error(
             f"{type(module).__name__} cannot run on packed documents: it uses {', '.join(unsupported)}.",
             "Use a target of another architecture.",
         )
     scale = arguments.get("scaling")
-    traits = AttentionTraits(
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        window=arguments.get("sliding_window"),
-        soft_cap=arguments.get("softcap"),
-        query_dim=query.shape[-1],
-        value_dim=value.shape[-1],
+    asked = (
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        arguments.get("sliding_window"),
+        arguments.get("softcap"),
     )
-    documents.traits[id(module)] = traits
-    return documents.kernel(query, key, value, traits, documents), None
+    if torch.compiler.is_compiling():
+        return torch.ops.slipstream.packed_attention(query, key, value, *asked), None
+    traits = AttentionTraits(*asked, query.shape[-1], value.shape[-1])
+    _documents().traits[id(module)] = traits
+    return _documents().attend(query, key, value, traits), None
 
 
+def _attend_as_operator(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, soft_cap: float | None
+) -> Tensor:
+    traits = AttentionTraits(scale, window, soft_cap, query.shape[-1], value.shape[-1])
+    return _documents().attend(query, key, value, traits).contiguous()
+
+
+def _shape_of_attention(
+    query: Tensor, _key: Tensor, value: Tensor, _scale: float, _window: int | None, _soft_cap: float | None
+) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+def _documents() -> PackedDocuments:
+    assert _thread.documents is not None, "a model with packed attention runs inside PackedDocuments.in_use"
+    return _thread.documents
+
+
+torch.library.define(
+    "slipstream::packed_attention",
+    "(Tensor query, Tensor key, Tensor value, float scale, int? window, float? soft_cap) -> Tensor",
+)
+torch.library.impl("slipstream::packed_attention", ("cpu", "cuda"), _attend_as_operator)
+torch.library.register_fake("slipstream::packed_attention", _shape_of_attention)
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 

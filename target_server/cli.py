@@ -51,7 +51,8 @@ def run_command(arguments: Sequence[str]) -> int:
     token = read_token(args.token_file)
     listen.require_token(token)
     _remove_port_file(args.port_file)
-    return _serve(args, target, listen, token, data_roots(args.data_root, data, listen))
+    roots = data_roots(args.data_root, data, listen)
+    return _serve(args, target, listen, token, roots, data.pack_tokens if data is not None else None)
 
 
 def read_target(recipe: Path | None, model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec | None]:
@@ -127,6 +128,7 @@ def _serve(
     listen: ListenAddress,
     token: str | None,
     roots: tuple[Path, ...] | None,
+    pack_tokens: int | None,
 ) -> int:
     import torch
 
@@ -148,6 +150,7 @@ def _serve(
         shelf_bytes=choose_shelf_bytes(args.shelf_bytes, shm_dir),
         shm_dir=shm_dir,
         data_roots=roots,
+        pack_tokens=pack_tokens,
         token=token,
         port_file=args.port_file,
         limits=Limits(subscription_timeout=args.subscription_timeout),

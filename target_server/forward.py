@@ -6,7 +6,7 @@ computed, no logits are, and layers after the last one asked for do not run.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 from slipstream.target_files import model_error
 from slipstream.target_loading import decoder_layers, decoder_of
 from target_server.attention import (
@@ -24,9 +25,15 @@ from target_server.attention import (
     PackedDocuments,
     choose_kernel,
     per_document,
+    to_device,
 )
 
+if TYPE_CHECKING:
+    from target_server.compiled_layers import CompiledLayers
+
 LAST_HIDDEN_STATE = "last_hidden_state"
+# Mean difference of a layer's output, as a share of its mean magnitude: what many layers of rounding may add up to.
+_ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def hidden_state_name(layer_id: int) -> str:
@@ -41,24 +48,68 @@ class _AllCaptured(Exception):  # noqa: N818 - not an error: the regular end of 
 class PackedForward:
     """Runs a loaded model over packs. One thread at a time: the thread that owns the model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, backend: str | None = None) -> None:
         """Switch `model` to packed attention, try it on a few tokens, and choose the attention kernel.
+
+        Args:
+            model: frozen.
+            backend: of torch.compile; None: layers run as they are. Compiled packs are named by `prepare`.
 
         Raises:
             SlipstreamError: MODEL_INVALID, when a layer mixes tokens by anything but attention over documents.
         """
         self._decoder = decoder_of(model)
         self._layers = decoder_layers(model)
+        self._backend = backend
+        self._compiled: dict[int, CompiledLayers] = {}
+        """By rows of a pack, warmed up."""
         self._device = model.get_input_embeddings().weight.device
         _use_packed_attention(model)
         self._kernel: Kernel = per_document
-        traits = self._observe()
-        self._kernel, self.attention = choose_kernel(traits, self._device, model.dtype)
+        self._traits = self._observe()
+        self._kernel, self.attention = choose_kernel(list(self._traits.values()), self._device, model.dtype)
 
     @property
     def num_layers(self) -> int:
         """Decoder layers of the target."""
         return len(self._layers)
+
+    def is_prepared(self, rows: int) -> bool:
+        """Whether packs of `rows` tokens can be captured: where nothing is compiled, all can."""
+        return self._backend is None or rows in self._compiled
+
+    def prepare(self, rows: int) -> int:
+        """Compile all layers for packs of `rows` tokens and compare them with the layers as they are; returns graphs.
+
+        Idempotent. Nothing is to be done, and 0 is returned, where nothing is compiled.
+
+        Raises:
+            RuntimeError: torch cannot compile a layer.
+            SlipstreamError: MODEL_INVALID, a compiled layer computes something else.
+        """
+        if self._backend is None or rows in self._compiled:
+            return 0
+        # Here, because it loads the compiler, for which a server without one would wait two seconds.
+        from target_server.compiled_layers import CompiledLayers, compiled_graphs
+
+        before = compiled_graphs()
+        compiled = CompiledLayers(list(self._layers), self._traits, self._backend)
+        lengths = (rows - rows // 2, rows // 2 - 1) if rows > 3 else (rows,)
+        tokens = (np.arange(rows) * 7919 % self._decoder.get_input_embeddings().num_embeddings).astype(np.int32)
+        everything = tuple(range(self.num_layers))
+        expected = self._run(tokens[: sum(lengths)], lengths, everything)
+        for frozen in (False, True):
+            with compiled.in_place(frozen=frozen):
+                outputs = self._run(tokens, lengths, everything)
+        for layer in everything:
+            _check_equal(layer, outputs[layer][: sum(lengths)], expected[layer])
+        self._compiled[rows] = compiled
+        return compiled_graphs() - before
+
+    def stop_compiling(self) -> None:
+        """From now on layers run as they are."""
+        self._backend = None
+        self._compiled.clear()
 
     def capture(
         self,
@@ -69,55 +120,86 @@ class PackedForward:
     ) -> dict[str, Tensor]:
         """Outputs `[T, D]` of the layers, in the model's dtype, on its device; zeros after the last document.
 
-        A full pack's tensors are the layers' own outputs, not copies; read them, do not write into them.
+        On a GPU they may still be being computed. A full pack's tensors are the layers' own outputs, not copies; read
+        them, do not write into them.
 
         Args:
             token_ids: `[T]`; what follows the last document is ignored.
             document_lengths: tokens of each document, in order; their sum is at most T.
             layer_ids: zero-based layers, each gives `hidden_states.{l}`.
             last_hidden_state: also give the output of the last layer before the final norm.
+
+        Raises:
+            SlipstreamError: PACK_OUTSIDE_BUCKETS, T was not prepared and layers are compiled.
         """
-        used = sum(document_lengths)
-        assert used <= len(token_ids), f"documents of {used} tokens in a pack of {len(token_ids)}"
-        wanted = dict.fromkeys(layer_ids) | ({self.num_layers - 1: None} if last_hidden_state else {})
-        outputs, _ = self._run(token_ids[:used], document_lengths, tuple(wanted))
-        padded = {layer: _pad(output, len(token_ids)) for layer, output in outputs.items()}
+        rows, used = len(token_ids), sum(document_lengths)
+        assert used <= rows, f"documents of {used} tokens in a pack of {rows}"
+        wanted = tuple(dict.fromkeys(layer_ids) | ({self.num_layers - 1: None} if last_hidden_state else {}))
+        if self._backend is None:
+            outputs = self._run(token_ids[:used], document_lengths, wanted)
+        else:
+            outputs = self._run_compiled(token_ids, document_lengths, wanted)
+        padded = {layer: _pad(output, used, rows) for layer, output in outputs.items()}
         captured = {hidden_state_name(layer): padded[layer] for layer in layer_ids}
         return captured | ({LAST_HIDDEN_STATE: padded[self.num_layers - 1]} if last_hidden_state else {})
 
+    def _run_compiled(
+        self, token_ids: npt.NDArray[np.int32], document_lengths: Sequence[int], layer_ids: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """As `_run`, of the whole pack: compiled code knows one length only."""
+        rows, used = len(token_ids), sum(document_lengths)
+        if rows not in self._compiled:
+            raise SlipstreamError(
+                f"The target was compiled for packs of {sorted(self._compiled)} tokens, and this one has {rows}.",
+                reason=Reason.PACK_OUTSIDE_BUCKETS,
+                remedy="Report this: each length is to be prepared before its first pack.",
+            )
+        tokens = np.zeros_like(token_ids)
+        tokens[:used] = token_ids[:used]
+        with self._compiled[rows].in_place(frozen=True):
+            return self._run(tokens, document_lengths, layer_ids)
+
     def _run(
         self, token_ids: npt.NDArray[np.int32], document_lengths: Sequence[int], layer_ids: Sequence[int]
-    ) -> tuple[dict[int, Tensor], PackedDocuments]:
-        """Outputs `[used, D]` by layer, and the documents as the attention saw them."""
+    ) -> dict[int, Tensor]:
+        """Outputs `[T, D]` by layer. What follows the last document is computed as one more, all at position 0."""
+        rest = len(token_ids) - sum(document_lengths)
+        documents = PackedDocuments((*document_lengths, rest) if rest else document_lengths, self._device, self._kernel)
+        positions = [np.arange(length, dtype=np.int64) for length in document_lengths]
+        positions.append(np.zeros(rest, dtype=np.int64))
+        return self._run_documents(documents, token_ids, np.concatenate(positions), layer_ids)
+
+    def _run_documents(
+        self,
+        documents: PackedDocuments,
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        layer_ids: Sequence[int],
+    ) -> dict[int, Tensor]:
         assert layer_ids and min(layer_ids) >= 0 and max(layer_ids) < self.num_layers, f"no such layers: {layer_ids}"
-        positions = np.concatenate([np.arange(length, dtype=np.int64) for length in document_lengths])
         outputs: dict[int, Tensor] = {}
         last = max(layer_ids)
-        with torch.inference_mode(), ExitStack() as hooks:
-            documents = PackedDocuments(document_lengths, self._device, self._kernel)
+        # Compiled code is kept away from inference tensors, which torch.compile only half knows.
+        without_gradients = torch.inference_mode() if self._backend is None else torch.no_grad()
+        with without_gradients, documents.in_use(), ExitStack() as hooks:
             for layer_id in sorted(layer_ids):
                 hook = _capturing_hook(outputs, layer_id, leave=layer_id == last)
                 hooks.callback(self._layers[layer_id].register_forward_hook(hook).remove)
             try:
                 self._decoder(
-                    input_ids=self._on_device(token_ids.astype(np.int64)),
-                    position_ids=self._on_device(positions),
+                    input_ids=to_device(torch.from_numpy(token_ids.astype(np.int64)), self._device)[None],
+                    position_ids=to_device(torch.from_numpy(positions), self._device)[None],
                     use_cache=False,
-                    packed_documents=documents,
                 )
             except _AllCaptured:
-                return outputs, documents
+                return outputs
         raise AssertionError(f"the decoder ended without running layer {last}")
 
-    def _on_device(self, row: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(row).to(self._device, non_blocking=True)[None]
-
-    def _observe(self) -> tuple[AttentionTraits, ...]:
-        """Run a few tokens through all layers and see what they ask of attention."""
-        try:
-            _, documents = self._run(np.zeros(3, dtype=np.int32), (2, 1), (self.num_layers - 1,))
-        except TypeError as error:  # an older kind of modelling code, with a fixed list of arguments
-            raise _attention_fixed(type(self._decoder), error) from error
+    def _observe(self) -> dict[int, AttentionTraits]:
+        """Run a few tokens through all layers and see what they ask of attention, by the attention module's id."""
+        documents = PackedDocuments((2, 1), self._device, self._kernel)
+        tokens, positions = np.zeros(3, dtype=np.int32), np.array([0, 1, 0])
+        self._run_documents(documents, tokens, positions, (self.num_layers - 1,))
         for index, layer in enumerate(self._layers):
             if not any(id(module) in documents.traits for module in layer.modules()):
                 raise model_error(
@@ -125,21 +207,17 @@ class PackedForward:
                     "interface, so its documents cannot be kept apart in a pack.",
                     "Use a target whose layers all have softmax attention (no state-space or linear attention).",
                 )
-        return tuple(documents.traits.values())
+        return documents.traits
 
 
 def _use_packed_attention(model: PreTrainedModel) -> None:
     try:
         model.set_attn_implementation(ATTENTION_NAME)
     except (ValueError, KeyError, NotImplementedError) as error:
-        raise _attention_fixed(type(model), error) from error
-
-
-def _attention_fixed(architecture: type, error: Exception) -> SlipstreamError:
-    return model_error(
-        f"The architecture {architecture.__name__} does not let its attention be exchanged: {error}",
-        "Use a target that supports transformers' attention interface.",
-    )
+        raise model_error(
+            f"The architecture {type(model).__name__} does not let its attention be exchanged: {error}",
+            "Use a target that supports transformers' attention interface.",
+        ) from error
 
 
 def _capturing_hook(outputs: dict[int, Tensor], layer_id: int, leave: bool) -> Any:
@@ -152,11 +230,24 @@ def _capturing_hook(outputs: dict[int, Tensor], layer_id: int, leave: bool) -> A
     return keep
 
 
-def _pad(output: Tensor, rows: int) -> Tensor:
-    if output.shape[0] == rows:
-        return output
-    with torch.inference_mode():
+def _pad(output: Tensor, used: int, rows: int) -> Tensor:
+    """`[rows, D]` with zeros from `used` on. The output of a whole pack is zeroed in place: no layer reads it now."""
+    with torch.inference_mode(output.is_inference()):
+        if output.shape[0] == rows:
+            output[used:] = 0
+            return output
         padded = output.new_empty(rows, output.shape[1])
-        padded[: output.shape[0]] = output
-        padded[output.shape[0] :] = 0
+        padded[:used] = output
+        padded[used:] = 0
     return padded
+
+
+def _check_equal(layer: int, ours: Tensor, theirs: Tensor) -> None:
+    """Raises SlipstreamError (MODEL_INVALID) unless they are equal but for rounding."""
+    difference = (ours.float() - theirs.float()).abs().mean() / theirs.float().abs().mean()
+    if not difference <= _ROUNDING[ours.dtype]:
+        raise model_error(
+            f"Compiled, layer {layer} of the target computes something else: it is {difference:.2g} of its mean value "
+            "away from the layer as it is.",
+            "Set target.compile = false, and report this with the versions of torch and transformers.",
+        )

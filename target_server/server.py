@@ -63,6 +63,8 @@ class ServerSettings:
     shm_dir: Path | None
     """None: gRPC only."""
     data_roots: Sequence[Path] | None
+    pack_tokens: int | None = None
+    """Of the recipe: what the target gets ready for before it is served. Other lengths come at their first pack."""
     token: str | None = None
     port_file: Path | None = None
     limits: Limits = field(default_factory=Limits)
@@ -181,6 +183,8 @@ class TargetServer:
         settings = self._settings
         log_event(_log, "info", "loading_target", model=settings.target.model, device=settings.device)
         target = TargetModel.load(settings.target, device=settings.device)
+        if settings.pack_tokens is not None:
+            target.prepare(settings.pack_tokens)
         fixed = FixedPayloadStore(settings.shm_dir)
         handshake = describe_target(
             target,

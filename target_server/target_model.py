@@ -1,8 +1,10 @@
 """The frozen target of a server: loaded once, identified by its fingerprint, run over packs."""
 
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.compile_guards import disabling_variables
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -20,6 +23,9 @@ from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.target_config import TargetConfig
 from target_server.forward import PackedForward
+
+_AUTO_COMPILES_ON_CUDA = False
+"""Until a benchmark has shown the gain, target.compile = "auto" leaves the layers as they are."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +45,9 @@ class TargetModel:
         self.device: torch.device = loaded.model.device
         self.max_document_tokens = facts.max_document_tokens
         self._model = loaded.model
-        self._forward = PackedForward(loaded.model)
+        self._must_compile = spec.compile is True
+        backend, self.compilation = choose_backend(spec, self.device, os.environ)
+        self._forward = PackedForward(loaded.model, backend=backend)
         self.attention = self._forward.attention
 
     @classmethod
@@ -63,10 +71,47 @@ class TargetModel:
             dtype=spec.dtype,
             device=str(target.device),
             attention=target.attention,
+            compiled=target.compilation,
             fingerprint=fingerprint[:16],
             seconds=time.monotonic() - start,
         )
         return target
+
+    def is_prepared(self, pack_tokens: int) -> bool:
+        """Whether `prepare` has nothing to do for packs of this length."""
+        return self._forward.is_prepared(pack_tokens)
+
+    def prepare(self, pack_tokens: int) -> None:
+        """Get ready for packs of one length: compile the layers for it, where they are compiled. Idempotent.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED when `target.compile` is true and torch cannot; with auto, the
+                layers run as they are from then on, and the log says so. MODEL_INVALID when compiled layers compute
+                something else; OUT_OF_MEMORY.
+        """
+        start = time.monotonic()
+        try:
+            with self._memory_explained(pack_tokens):
+                graphs = self._forward.prepare(pack_tokens)
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            if self._must_compile:
+                raise SlipstreamError(
+                    f"The layers of {self.model_id} cannot be compiled: {type(error).__name__}: {first_line}",
+                    reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                    remedy="Set target.compile = false: the target is slower then.",
+                ) from error
+            self._forward.stop_compiling()
+            log_event(
+                _logger, "warning", "target_not_compiled", error=f"{type(error).__name__}: {first_line}",
+                effect="the target is slower", remedy="target.compile = false for silence",
+            )  # fmt: skip
+            return
+        if graphs:
+            log_event(
+                _logger, "info", "target_compiled", pack_tokens=pack_tokens, graphs=graphs,
+                seconds=round(time.monotonic() - start, 1),
+            )  # fmt: skip
 
     def frozen_weights(self) -> dict[str, Tensor]:
         """What drafters keep of the target, in host memory, in its dtype.
@@ -84,8 +129,8 @@ class TargetModel:
     ) -> dict[str, Tensor]:
         """Hidden states of a pack: `hidden_states.{l}` for each layer, and `last_hidden_state` when asked.
 
-        Each is `[T, D]` in the target's dtype on its device; rows after the last document are zero. The last hidden
-        state is the output of the last decoder layer, before the final norm.
+        Each is `[T, D]` in the target's dtype on its device, where it may still be being computed; rows after the last
+        document are zero. The last hidden state is the output of the last decoder layer, before the final norm.
 
         Args:
             token_ids: `[T]`; what follows the last document is ignored.
@@ -105,11 +150,16 @@ class TargetModel:
                 reason=Reason.DATA_INVALID,
                 remedy=f"Set data.max_document_tokens to at most {self.max_document_tokens}.",
             )
-        try:
+        with self._memory_explained(len(token_ids)):
             return self._forward.capture(token_ids, document_lengths, layer_ids, last_hidden_state)
+
+    @contextmanager
+    def _memory_explained(self, pack_tokens: int) -> Iterator[None]:
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise SlipstreamError(
-                f"The target ran out of memory on {self.device} in a pack of {len(token_ids)} tokens.",
+                f"The target ran out of memory on {self.device} in a pack of {pack_tokens} tokens.",
                 reason=Reason.OUT_OF_MEMORY,
                 remedy="Lower data.pack_tokens, or use a device with more memory.",
             ) from error
@@ -123,3 +173,29 @@ class TargetModel:
                 reason=Reason.TARGET_INCOMPATIBLE,
                 remedy="Correct drafter.target_layer_ids.",
             )
+
+
+def choose_backend(spec: TargetSpec, device: torch.device, environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """The backend of torch.compile, or None to leave layers as they are; and one line that says which and why.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, `target.compile` is true and the environment forbids it.
+    """
+    disabling = ", ".join(disabling_variables(environment))
+    if spec.compile is True:
+        if disabling:
+            raise SlipstreamError(
+                f"target.compile is true, but {disabling} is set, with which nothing is compiled.",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy="Unset it in the environment of the target server, or set target.compile = false.",
+            )
+        return "inductor", "yes: target.compile is true"
+    if spec.compile is False:
+        return None, "no: target.compile is false"
+    if device.type != "cuda":
+        return None, f"no: target.compile is auto, and on {device.type} compiling takes longer than it saves"
+    if disabling:
+        return None, f"no: target.compile is auto, and {disabling} is set"
+    if not _AUTO_COMPILES_ON_CUDA:
+        return None, "no: target.compile is auto, which does not compile yet"
+    return "inductor", "yes: target.compile is auto, and the device is a GPU"

@@ -43,6 +43,8 @@ class TargetSpec(Section):
     """Precision of the forward pass and of the hidden states on the wire."""
     trust_remote_code: bool = False
     """Run modelling code that ships with the model."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the target's layers. auto: see the server's log, which says what was chosen and why."""
 
 
 class DataSpec(Section):
@@ -249,6 +251,9 @@ class TrainSpec(Section):
     docs/decisions/0011-fp8-products.md."""
     attention: Literal["flex", "sdpa"] = "flex"
     """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
+    cuda_graphs: Literal["auto"] | bool = False
+    """Record the step once and launch it as one: for small drafters, whose step is bound by launches. auto: by the
+    drafter's size; the log says what was chosen and why."""
     anchors_per_pack: PositiveInt = 512
     """Anchors drawn per pack (A)."""
     feature_noise: Annotated[float, Field(ge=0.0)] = 0.0

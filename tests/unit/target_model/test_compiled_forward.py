@@ -1,0 +1,124 @@
+"""Compiled decoder layers give what transformers gives, from few graphs, and never compile after the warm-up."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.target_loading import decoder_layers
+from target_server.compiled_layers import compiled_graphs
+from target_server.forward import PackedForward
+from tests.fakes.tiny_models import Family
+from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
+from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
+
+ROWS = sum(LENGTHS) + 13
+# Traces as for a GPU, and runs what was traced without a code generator.
+TRACED = "aot_eager"
+
+
+def compiled(directory: Path, family: Family = "llama", **model: object) -> PackedForward:
+    return PackedForward(load_tiny_target(save_tiny_target(directory, family, **model)).model, backend=TRACED)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("llama", 1), ("mistral", 1), ("qwen2", 1), ("qwen3", 1), ("qwen3_moe", 1), ("gemma2", 2), ("gemma3", 2)],
+)
+def test_equal_to_transformers_from_one_graph_for_each_kind_of_layer(
+    family: Family, kinds: int, tmp_path: Path
+) -> None:
+    forward = compiled(tmp_path, family)
+    assert forward.prepare(ROWS) == kinds
+    before = compiled_graphs()
+    for seed, lengths in enumerate((LENGTHS, (ROWS,), (5, 1))):
+        tokens = random_tokens(ROWS, seed)
+        captured = forward.capture(tokens, lengths, range(4), last_hidden_state=True)
+        expected = alone(load_reference(tmp_path), tokens, lengths)
+        for ours, theirs in zip(by_layer(captured, 4), expected, strict=True):
+            assert ours.shape == (ROWS, 64)
+            assert largest_error(ours[: sum(lengths)], theirs) < 1e-5
+            assert not ours[sum(lengths) :].any()
+    assert compiled_graphs() == before, "new documents are no new graph"
+
+
+def test_fewer_layers_are_no_new_graph_and_no_later_layer_runs(tmp_path: Path) -> None:
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    forward, ran = PackedForward(loaded.model, backend=TRACED), []
+    forward.prepare(ROWS)
+    for index, layer in enumerate(decoder_layers(loaded.model)):
+        layer.register_forward_pre_hook(lambda *_arguments, index=index: ran.append(index))
+    before = compiled_graphs()
+    captured = forward.capture(random_tokens(ROWS), LENGTHS, (1,), last_hidden_state=False)
+    assert (set(captured), ran, compiled_graphs()) == ({"hidden_states.1"}, [0, 1], before)
+    assert not any("forward" in vars(layer) for layer in decoder_layers(loaded.model))
+
+
+def test_a_length_is_prepared_once_and_an_unknown_one_is_named(tmp_path: Path) -> None:
+    forward = compiled(tmp_path)
+    assert (forward.prepare(ROWS), forward.prepare(ROWS), forward.prepare(128)) == (1, 0, 1)
+    with pytest.raises(SlipstreamError, match=rf"packs of \[{ROWS}, 128\] tokens, and this one has 64") as caught:
+        forward.capture(random_tokens(64), (64,), (0,), last_hidden_state=False)
+    assert caught.value.reason is Reason.PACK_OUTSIDE_BUCKETS
+
+
+def test_what_would_compile_after_the_warm_up_is_an_error(tmp_path: Path) -> None:
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    forward = PackedForward(loaded.model, backend=TRACED)
+    forward.prepare(ROWS)
+    decoder_layers(loaded.model)[2].to(torch.float64)
+    with pytest.raises(
+        SlipstreamError, match="compiled again after the warm-up.*slipstream_LlamaDecoderLayer"
+    ) as found:
+        forward.capture(random_tokens(ROWS), LENGTHS, range(4), last_hidden_state=False)
+    assert found.value.reason is Reason.PACK_OUTSIDE_BUCKETS
+
+
+def test_layers_that_cannot_be_traced_whole_run_as_they_are_once_told(tmp_path: Path) -> None:
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    for layer in decoder_layers(loaded.model):
+        layer.mlp = AskingTheHost(layer.mlp)
+    forward = PackedForward(loaded.model, backend=TRACED)
+    with pytest.raises(RuntimeError):
+        forward.prepare(ROWS)
+    forward.stop_compiling()
+    tokens = random_tokens(ROWS)
+    captured = forward.capture(tokens, LENGTHS, range(4), last_hidden_state=False)
+    for ours, theirs in zip(by_layer(captured, 4), alone(load_reference(tmp_path), tokens, LENGTHS), strict=True):
+        assert largest_error(ours[: sum(LENGTHS)], theirs) < 1e-5
+
+
+class AskingTheHost(nn.Module):
+    """An MLP whose path depends on a value."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, row: Tensor) -> Tensor:
+        return self.inner(row) if row.sum().item() < 1e9 else row
+
+
+def test_compiled_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, outputs = PackedForward._run, []
+
+    def first_answer_is_wrong(*arguments: object) -> dict[int, Tensor]:
+        outputs.append(original(*arguments))  # type: ignore[arg-type]
+        return {layer: output + (len(outputs) == 1) for layer, output in outputs[-1].items()}
+
+    monkeypatch.setattr(PackedForward, "_run", first_answer_is_wrong)
+    with pytest.raises(SlipstreamError, match="layer 0 of the target computes something else"):
+        compiled(tmp_path).prepare(ROWS)
+
+
+def test_tokens_after_the_last_document_are_not_read(tmp_path: Path) -> None:
+    forward = compiled(tmp_path)
+    forward.prepare(20)
+    tokens = random_tokens(20)
+    tokens[12:] = -1
+    first = forward.capture(tokens, (5, 7), (3,), last_hidden_state=False)["hidden_states.3"]
+    assert np.isfinite(first.numpy()).all()
