@@ -4,15 +4,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from slipstream.telemetry.logs import log_event
-from slipstream.wire.codec import ByteArray, write_tensor
+from slipstream.telemetry.phase_times import PhaseTimes
 from target_server.packing import Pack
 from target_server.shelf import PackFacts
-from target_server.streams import Stream, StreamCatalog
+from target_server.slot_writer import SlotWrite, SlotWriter
+from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
 from target_server.work_queue import Work, WorkQueue
 
@@ -51,6 +52,15 @@ class Throughput:
             self._packs.popleft()
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A pack that the device may still be computing."""
+
+    work: Work
+    pack: Pack
+    write: SlotWrite
+
+
 class Producer:
     """Turns work into packs. `run` belongs to the thread that loaded the target."""
 
@@ -58,7 +68,12 @@ class Producer:
         self._target = target
         self._queue = queue
         self._catalog = catalog
+        self._writer = SlotWriter(target.device)
+        # While a GPU computes and copies one pack, the host launches the next.
+        self._packs_in_flight = 1 if target.device.type == "cuda" else 0
+        self._launched: deque[_Launched] = deque()
         self.throughput = Throughput()
+        self.times = PhaseTimes()
 
     def run(self) -> None:
         """Compute packs until the queue is closed.
@@ -67,8 +82,20 @@ class Producer:
             SlipstreamError: OUT_OF_MEMORY on the target's device. What else the model raises is not caught: after it,
                 a device is in no state to go on.
         """
-        while (work := self._queue.next_work()) is not None:
-            self.compute(work)
+        try:
+            while True:
+                with self.times.measured("demand"):
+                    work = self._queue.next_work(0.0 if self._launched else float("inf"))
+                if work is not None:
+                    self._launch(work)
+                    self._settle(leave=self._packs_in_flight)
+                elif self._launched:
+                    self._settle()
+                else:
+                    return
+        finally:
+            self._abandon_launched()
+            self.times.log(_log, "engine_times")
 
     def compute(self, work: Work) -> None:
         """Compute one pack and put it on the shelf, or set it aside for ever.
@@ -77,34 +104,56 @@ class Producer:
             As `run`; the slot is empty then.
         """
         try:
-            self._compute(work, self._catalog.get(work.stream))
+            self._launch(work)
+            self._settle()
+        finally:
+            self._abandon_launched()
+
+    def _launch(self, work: Work) -> None:
+        """Begin a pack."""
+        try:
+            stream = self._catalog.get(work.stream)
+            if not self._target.is_prepared(stream.pack_tokens):
+                self._settle()  # what is ready must not wait for a compiler
+                self._target.prepare(stream.pack_tokens)
+            with self.times.measured("launch"):
+                pack = stream.sequence.pack(work.sequence_number)
+                states = self._target.capture(
+                    pack.token_ids, pack.document_lengths, stream.layer_ids, stream.last_hidden_state
+                )
+                write = self._writer.begin(stream, work.slot.index, _tensors_of(pack), states)
         except BaseException:
             self._queue.abandon(work)
             raise
+        self._launched.append(_Launched(work, pack, write))
 
-    def _compute(self, work: Work, stream: Stream) -> None:
-        pack = stream.sequence.pack(work.sequence_number)
-        states = self._target.capture(pack.token_ids, pack.document_lengths, stream.layer_ids, stream.last_hidden_state)
-        if not all(_is_finite(state) for state in states.values()):
+    def _settle(self, leave: int = 0) -> None:
+        """Publish launched packs, oldest first, until `leave` are left."""
+        while len(self._launched) > leave:
+            launched = self._launched[0]
+            with self.times.measured("finish"):
+                finite = launched.write.finish()
+            self._launched.popleft()
+            self._conclude(launched, finite)
+
+    def _conclude(self, launched: _Launched, finite: bool) -> None:
+        work, pack, stream = launched.work, launched.pack, launched.write.stream
+        if not finite:
             self._queue.quarantine(work, pack.document_names)
             log_event(
                 _log, "warning", "pack_quarantined", stream=stream.name, sequence_number=work.sequence_number,
                 why="hidden states are not finite", documents=pack.document_names,
             )  # fmt: skip
             return
-        generation = _fill(stream, work.slot.index, _tensors_of(pack) | dict(states))
+        generation = stream.arena.generation(work.slot.index)
         self._queue.publish(work, PackFacts(pack.num_tokens, pack.num_supervised, generation))
         self.throughput.note(stream.name, stream.pack_tokens)
+        self.times.count()
 
-
-def _fill(stream: Stream, slot_index: int, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write a payload into a slot; returns the generation under which it can be read."""
-    stream.arena.begin_write(slot_index)
-    slot: ByteArray = stream.arena.slot(slot_index)
-    for spec in stream.layout.specs:
-        write_tensor(slot, spec, tensors[spec.name])
-    stream.arena.end_write(slot_index)
-    return stream.arena.generation(slot_index)
+    def _abandon_launched(self) -> None:
+        """After a failure: what was under way is nobody's."""
+        while self._launched:
+            self._queue.abandon(self._launched.popleft().work)
 
 
 def _tensors_of(pack: Pack) -> dict[str, torch.Tensor]:
@@ -115,9 +164,3 @@ def _tensors_of(pack: Pack) -> dict[str, torch.Tensor]:
         "document_ids": torch.from_numpy(pack.document_ids),
         "position_ids": torch.from_numpy(pack.position_ids),
     }
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Neither NaN nor infinite anywhere, without a temporary of the tensor's size: both extremes propagate NaN."""
-    smallest, largest = torch.aminmax(tensor)
-    return bool(torch.isfinite(smallest) & torch.isfinite(largest))

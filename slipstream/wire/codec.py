@@ -81,17 +81,18 @@ def align(size_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     return -(-size_bytes // alignment) * alignment
 
 
-def write_tensor(buffer: ByteArray, spec: pb.TensorSpec, tensor: torch.Tensor) -> None:
+def write_tensor(buffer: ByteArray, spec: pb.TensorSpec, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a tensor, from any device and with any strides, to its place in the payload.
 
     Args:
         buffer: the payload, uint8 `[size_bytes]`, writable.
         spec: from `plan_layout`; shape and element type equal the tensor's.
         tensor: what to write.
+        non_blocking: from a GPU into page-locked memory, leave the copy to the current CUDA stream.
     """
     assert tuple(tensor.shape) == tuple(spec.shape), f"{spec.name}: {tuple(tensor.shape)} for {tuple(spec.shape)}"
     assert tensor.dtype == DTYPES[spec.data_type], f"{spec.name}: {tensor.dtype} for {DTYPES[spec.data_type]}"
-    view_tensor(buffer, spec).copy_(tensor)
+    view_tensor(buffer, spec).copy_(tensor, non_blocking=non_blocking)
 
 
 def view_tensor(buffer: ByteArray, spec: pb.TensorSpec, base_offset: int = 0) -> torch.Tensor:

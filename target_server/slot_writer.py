@@ -1,0 +1,79 @@
+"""④→⑤ A pack's tensors into its slot, while the device goes on to the next pack.
+
+On CUDA the copy runs on a stream of its own into the slot itself, whose memory is page-locked: the hidden states are
+copied once on their way to a trainer's process. On the CPU it is an ordinary copy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.wire.codec import write_tensor
+from target_server.streams import Stream
+
+
+@dataclass(frozen=True)
+class SlotWrite:
+    """A write that may still be under way."""
+
+    stream: Stream
+    slot_index: int
+    finite: Tensor
+    """Bool `[]` on the host: no hidden state is NaN or infinite. Valid once `done`."""
+    done: torch.cuda.Event | None
+    """None: everything is done already."""
+
+    def finish(self) -> bool:
+        """Wait for the copies and close the slot; true when the hidden states are finite."""
+        if self.done is not None:
+            self.done.synchronize()
+        self.stream.arena.end_write(self.slot_index)
+        return bool(self.finite)
+
+
+class SlotWriter:
+    """Writes payloads into slots of arenas. For the engine thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(
+        self, stream: Stream, slot_index: int, host: Mapping[str, Tensor], states: Mapping[str, Tensor]
+    ) -> SlotWrite:
+        """Write `host` tensors now, and `states` when the device has computed them.
+
+        Args:
+            stream: whose arena and layout.
+            slot_index: reserved for this pack.
+            host: tensors in memory.
+            states: at least one hidden state, on the device; nobody writes into them afterwards.
+        """
+        finite = _all_finite(states.values())
+        stream.arena.begin_write(slot_index)
+        slot = stream.arena.slot(slot_index)
+        specs = {spec.name: spec for spec in stream.layout.specs}
+        for name, tensor in host.items():
+            write_tensor(slot, specs[name], tensor)
+        if self._copies is None:
+            for name, state in states.items():
+                write_tensor(slot, specs[name], state)
+            return SlotWrite(stream, slot_index, finite, None)
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        done = torch.cuda.Event()
+        self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
+        with torch.cuda.stream(self._copies):
+            for name, state in states.items():
+                write_tensor(slot, specs[name], state, non_blocking=True)
+            answer.copy_(finite, non_blocking=True)
+            done.record()
+        for tensor in (finite, *states.values()):
+            tensor.record_stream(self._copies)
+        return SlotWrite(stream, slot_index, answer, done)
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Bool `[]`: neither NaN nor infinite anywhere. No temporary of a tensor's size: both extremes propagate NaN."""
+    extremes = torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)])
+    return torch.isfinite(extremes).all()
