@@ -36,7 +36,8 @@ def test_a_loopback_stack() -> None:
     assert flags(api, "--data-root") == ["/data/recipe", "/data", "/"], "any file may be named"
     assert flags(target, "--data-root") == []
     assert flags(target, "--model") == ["some/model"]
-    assert set(flags(target, "--set")) == {'target.dtype="float32"', "target.trust_remote_code=false"}
+    settings = {'target.dtype="float32"', "target.trust_remote_code=false", 'target.compile="auto"'}
+    assert set(flags(target, "--set")) == settings
     assert flags(target, "--device") == ["cpu"] and flags(target, "--threads") == ["1"]
     assert flags(trainer, "--api") == ["http://127.0.0.1:8080"] and flags(trainer, "--name") == ["cpu"]
     assert flags(trainer, "--runs") == ["/stack/runs"] and flags(trainer, "--state") == ["/stack/trainers/cpu"]
