@@ -1,5 +1,5 @@
-"""`drafter-trainer run`, `eval` and `worker`. torch is imported only once the arguments are understood, and never by a
-worker."""
+"""`drafter-trainer run`, `eval`, `export`, `import` and `worker`. torch is imported only once the arguments are
+understood, and never by a worker."""
 
 import argparse
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from drafter_trainer.agent import command as agent
 from drafter_trainer.agent_line import AgentLine
 from drafter_trainer.evaluation import command as evaluation
+from drafter_trainer.formats import command as formats
 from slipstream.entrypoint import run_main
 from slipstream.listen import read_token
 from slipstream.run_spec.load import describe, load_recipe
@@ -51,6 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="print the resolved run definition and leave")
     run.add_argument("--agent-fd", type=int, help=argparse.SUPPRESS)  # the line to the agent that starts this process
     evaluation.add_arguments(commands.add_parser("eval", help="decode prompts with a trained drafter"))
+    formats.add_export_arguments(commands.add_parser("export", help="write a drafter as vLLM, SGLang or z-lab read it"))
+    formats.add_import_arguments(commands.add_parser("import", help="read and test a drafter of one of these formats"))
     agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
     return parser
 
@@ -59,6 +62,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "eval":
         configure_logging(PROGRAM)
         return evaluation.run(arguments)
+    if arguments.command in ("export", "import"):
+        configure_logging(PROGRAM)
+        return (formats.run_export if arguments.command == "export" else formats.run_import)(arguments)
     if arguments.command == "worker":
         configure_logging(PROGRAM, level=arguments.log_level)
         return agent.run(arguments)

@@ -17,13 +17,17 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 _BLOCK_BYTES = 1 << 24
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, int]:
     """Write `tensors` (any device) to `path`, flushed to the disk; returns (bytes, crc32c).
+
+    `metadata` goes into the header; transformers wants `{"format": "pt"}`.
 
     Raises:
         OSError: the file system refused.
     """
-    header = _header(tensors)
+    header = _header(tensors, metadata)
     checksum = google_crc32c.Checksum()
     size = 0
     with path.open("wb") as file:
@@ -41,8 +45,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, i
     return size, int.from_bytes(checksum.digest(), "big")
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, object] = {}
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()

@@ -1,0 +1,153 @@
+"""`drafter-trainer export` and `import`: drafters out to engines, and back.
+
+torch is imported once the arguments are understood.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drafter_trainer.checkpoint_state import by_age, newest_checkpoint
+from drafter_trainer.evaluation.command import open_checkpoint
+from slipstream.child_processes import sigterm_as_exit
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from drafter_trainer.formats.drafter_format import PublishedDrafter
+
+FORMAT_NAMES = ("vllm", "sglang", "zlab")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `export`."""
+    parser.add_argument(
+        "checkpoint", metavar="RUN_DIR[@STEP]", help="a run directory (its newest checkpoint), or a checkpoint in it"
+    )
+    parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help="whose layout to write")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory to make")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors; default: the target's in the run definition")
+    parser.add_argument("--target", metavar="MODEL", help="to decode with; default: the run's target.model")
+    parser.add_argument(
+        "--target-name", metavar="NAME", help="how servers will know the target; default: the run's target.model"
+    )
+    parser.add_argument("--eval", dest="evaluation", type=Path, metavar="FILE", help="report for the model card")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+    parser.add_argument(
+        "--without-self-test", action="store_true", help="do not decode with the files; the model card says so"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an existing directory")
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `import`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="config.json and safetensors in any of the formats")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="the drafter's target, to decode with")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target; default: float32")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Export. SIGTERM ends it in order, with status 143.
+
+    Raises:
+        SlipstreamError: see `export`; SPEC_INVALID, flags that do not go together.
+    """
+    if args.without_self_test and args.target:
+        raise SlipstreamError(
+            "--without-self-test and --target are both given: the target is there to decode with",
+            reason=Reason.SPEC_INVALID,
+            remedy="Leave one of them out.",
+        )
+    checkpoint, spec, _ = open_checkpoint(find_checkpoint(args.checkpoint))
+    _limit_threads(args.threads)
+    with sigterm_as_exit():
+        from drafter_trainer.formats.export import ExportPlan, export
+
+        export(
+            ExportPlan(
+                checkpoint=checkpoint,
+                spec=spec,
+                format_name=args.to,
+                output=args.output,
+                dtype=args.dtype or spec.target.dtype,
+                target=None if args.without_self_test else _target(args.target, spec.target),
+                served_as=args.target_name or spec.target.model,
+                device=args.device,
+                replace=args.force,
+                evaluation=args.evaluation,
+            )
+        )
+    sys.stdout.write(f"{args.output}\n")
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Read a drafter, decode with it, and say what a recipe needs to go on from it.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, MODEL_INVALID.
+    """
+    _limit_threads(args.threads)
+    with sigterm_as_exit():
+        from drafter_trainer.formats.importing import open_with_target
+
+        drafter, found = open_with_target(args.directory, TargetSpec(model=args.target, dtype=args.dtype), args.device)
+    sys.stdout.write(_recipe_lines(args.directory, drafter))
+    sys.stdout.write(
+        f"# {drafter.format_name}; accepted length {found.accepted_length:.3f}, bonus included, on "
+        f"{found.prompts} plain prompts\n"
+    )
+    return 0
+
+
+def find_checkpoint(text: str) -> Path:
+    """What RUN_DIR[@STEP] means: a path that exists as it is, else one with a step or `latest` behind the last @.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, naming the checkpoints that are there.
+    """
+    path = Path(text)
+    run, separator, step = text.rpartition("@")
+    if path.exists() or not separator:
+        return path
+    checkpoints = Path(run) / "checkpoints"
+    if step == "latest":
+        return newest_checkpoint(checkpoints) or Path(run)
+    wanted = checkpoints / (f"step-{int(step):08d}" if re.fullmatch(r"\d{1,8}", step) else step)
+    if wanted.is_dir() and wanted.parent == checkpoints:
+        return wanted
+    there = [str(int(one.name.removeprefix("step-"))) for one in by_age(checkpoints.glob("step-" + "[0-9]" * 8))]
+    raise SlipstreamError(
+        f"{run} has no checkpoint of step {step}, expected one of: {', '.join(there) or 'none is there'}",
+        reason=Reason.CHECKPOINT_INVALID,
+        remedy="Name one of these, or leave @STEP out for the newest.",
+    )
+
+
+def _limit_threads(count: int | None) -> None:
+    """Before torch is imported: its thread pools are sized when they are loaded."""
+    if count is not None:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def _target(given: str | None, trained: TargetSpec) -> TargetSpec:
+    # A revision belongs to the name it was given with.
+    return trained if given in (None, trained.model) else trained.model_copy(update={"model": given, "revision": None})
+
+
+def _recipe_lines(directory: Path, drafter: "PublishedDrafter") -> str:
+    """The table `[drafter]` of a recipe that begins with this drafter."""
+    import json
+
+    from drafter_trainer.formats.importing import recipe_settings
+
+    lines = [f"{key} = {json.dumps(value)}" for key, value in recipe_settings(drafter.config).items()]
+    return "\n".join(["[drafter]", f"init_from = {json.dumps(str(directory.absolute()))}", *lines]) + "\n"

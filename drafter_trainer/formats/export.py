@@ -1,0 +1,149 @@
+"""From a checkpoint to a directory that an engine loads: written whole or not at all, tested by decoding."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafter_trainer.checkpoint import load_drafter_weights
+from drafter_trainer.checkpoint_state import CheckpointState, read_state
+from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.evaluation.prompt_decoder import end_ids
+from drafter_trainer.evaluation.target_check import check_fits, is_training_target
+from drafter_trainer.formats.drafter_format import Verifier
+from drafter_trainer.formats.importing import as_module
+from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, read_licence
+from drafter_trainer.formats.new_directory import new_directory, require_free
+from drafter_trainer.formats.provenance import write_provenance
+from drafter_trainer.formats.published import FORMATS
+from drafter_trainer.formats.published_config import PublishedConfig
+from drafter_trainer.formats.run_metrics import seconds_of_steps
+from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
+from drafter_trainer.formats.tensors import check_tensors
+from slipstream.disk import disk_errors_in_words, write_atomically
+from slipstream.run_spec.spec import RunSpec, TargetSpec
+from slipstream.target_facts import read_target_facts
+from slipstream.target_files import locate_target
+from slipstream.target_loading import load_causal_lm
+from slipstream.telemetry.logs import log_event
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What the command line asks for."""
+
+    checkpoint: Path
+    spec: RunSpec
+    """In the checkpoint."""
+    format_name: str
+    output: Path
+    dtype: str
+    target: TargetSpec | None
+    """To decode with; None leaves the self-test out, which the model card then says."""
+    served_as: str
+    """The target's name for those who serve the drafter."""
+    device: str
+    replace: bool
+    evaluation: Path | None
+    """Report for the model card."""
+
+
+def export(plan: ExportPlan) -> SelfTest | None:
+    """Write, read back, decode, and only then give the directory its name.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, damaged, or the self-test failed; ENVIRONMENT_UNSUPPORTED, the engine
+            cannot serve such a drafter; PATH_NOT_ALLOWED, DISK_FULL; TARGET_INCOMPATIBLE; MODEL_INVALID.
+    """
+    require_free(plan.output, replace=plan.replace)
+    evaluation = read_evaluation(plan.evaluation) if plan.evaluation else None
+    text, master = load_drafter_weights(plan.checkpoint)
+    state, config = read_state(plan.checkpoint), DrafterConfig.from_json(text)
+    form, published = FORMATS[plan.format_name], PublishedConfig.of(config)
+    # What the engine cannot serve, and weights that are not finite, are refused before a target is loaded.
+    form.config_json(published, Verifier("", ()), torch.float32)
+    weights = rounded(master, plan.dtype, published, plan.checkpoint)
+    reader, verifier = _open_target(plan, state, config)
+    with (
+        new_directory(plan.output, replace=plan.replace) as directory,
+        disk_errors_in_words(plan.output, flag="--output"),
+    ):
+        form.write(directory, published, weights, verifier)
+        form.check(directory, published, weights)
+        found = None if reader is None else run_self_test(reader, as_module(config, weights), directory)
+        _describe(directory, plan, state, config, (found, evaluation))
+    log_event(_log, "info", "exported", directory=str(plan.output), format=form.name, dtype=plan.dtype)
+    return found
+
+
+def rounded(weights: Mapping[str, Tensor], dtype: str, config: PublishedConfig, where: Path) -> dict[str, Tensor]:
+    """The weights in another dtype, checked.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, they are not those of `config` or not finite (in that dtype).
+    """
+    check_tensors(weights, config, (), str(where))
+    changed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    check_tensors(changed, config, (), f"{where} as {dtype}")
+    return changed
+
+
+def _open_target(
+    plan: ExportPlan, state: CheckpointState, config: DrafterConfig
+) -> tuple[TargetReader | None, Verifier]:
+    """The target that decodes, and how it is named to servers.
+
+    Raises:
+        SlipstreamError: TARGET_INCOMPATIBLE, MODEL_INVALID, OUT_OF_MEMORY.
+    """
+    if plan.target is None:
+        return None, Verifier(plan.served_as, ())
+    is_training_target(plan.target, plan.spec.target, state.target_fingerprint, allow_other=False)
+    loaded = load_causal_lm(plan.target, plan.device)
+    facts = read_target_facts(loaded.model, loaded.tokenizer).config
+    check_fits(config, facts)
+    architectures = tuple(loaded.model.config.architectures or (type(loaded.model).__name__,))
+    return TargetReader(loaded, facts.embedding_scale, end_ids(loaded)), Verifier(plan.served_as, architectures)
+
+
+def _describe(
+    directory: Path,
+    plan: ExportPlan,
+    state: CheckpointState,
+    config: DrafterConfig,
+    results: tuple[SelfTest | None, dict[str, object] | None],
+) -> None:
+    found, evaluation = results
+    run_directory = plan.checkpoint.resolve().parent.parent
+    facts = CardFacts(
+        format_name=plan.format_name,
+        dtype=plan.dtype,
+        directory_name=plan.output.name,
+        target_name=plan.served_as,
+        target_licence=read_licence(locate_target(plan.target).root) if plan.target else None,
+        steps=state.cursor.next_step,
+        total_steps=state.total_steps,
+        tokens=state.loop.tokens,
+        seconds=seconds_of_steps(run_directory / "metrics.jsonl", state.cursor.next_step),
+        versions=state.versions,
+        self_test=found,
+        evaluation=evaluation,
+    )
+    write_atomically(directory / "README.md", model_card(plan.spec, config, facts))
+    write_provenance(
+        directory,
+        {
+            "format": plan.format_name,
+            "run": state.run,
+            "step": state.cursor.next_step,
+            "dtype": plan.dtype,
+            "target_fingerprint": state.target_fingerprint,
+            "spec": state.spec,
+            "self_test": found and found.to_dict(),
+        },
+    )

@@ -1,0 +1,184 @@
+"""README.md of an exported drafter: what it is, what it was made from, what was measured, how it is served."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafter_trainer.drafter_config import SLIDING, DrafterConfig
+from drafter_trainer.formats.self_test import SelfTest
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+
+_SERVE = {
+    "vllm": "vllm serve {target} \\\n"
+    '  --speculative-config \'{{"model": "{directory}", "method": "dflash", "num_speculative_tokens": {drafts}}}\'',
+    "sglang": "python -m sglang.launch_server --model-path {target} \\\n"
+    "  --speculative-algorithm DFLASH --speculative-draft-model-path {directory}",
+    "zlab": "from transformers import AutoModel, AutoModelForCausalLM\n\n"
+    'drafter = AutoModel.from_pretrained("{directory}", trust_remote_code=True)\n'
+    'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
+    "drafter.spec_generate(target, input_ids, max_new_tokens=128)",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the card says that is not in the run definition."""
+
+    format_name: str
+    dtype: str
+    directory_name: str
+    target_name: str
+    target_licence: str | None
+    """None: not found."""
+    steps: int
+    total_steps: int
+    tokens: int
+    seconds: float | None
+    """Of all steps; None where the run's metrics are not at hand."""
+    versions: dict[str, str]
+    self_test: SelfTest | None
+    evaluation: dict[str, Any] | None
+    """A report of `slipstream eval`."""
+
+
+def model_card(spec: RunSpec, config: DrafterConfig, facts: CardFacts) -> str:
+    """The text of README.md."""
+    sections = (
+        _front_matter(facts),
+        f"# Drafter of {facts.target_name}\n\n{_what(config, facts)}",
+        _section("Measured", _measured(facts)),
+        _section("Self-test of these files", _self_test(facts)),
+        _section("Serve it", _serving(config, facts)),
+        _section("Trained with", _recipe(spec, facts)),
+        _section("Licence", _licence(facts)),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """A report that `slipstream eval --output` wrote.
+
+    Raises:
+        SlipstreamError: DATA_INVALID.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(report, dict)
+        assert isinstance(report["results"], dict)
+    except (OSError, ValueError, KeyError, AssertionError) as error:
+        raise SlipstreamError(
+            f"{path} is no report of an evaluation ({error or 'no table results'})",
+            reason=Reason.DATA_INVALID,
+            remedy="Give the file that `slipstream eval … --output FILE` wrote.",
+        ) from error
+    return report
+
+
+def read_licence(root: Path) -> str | None:
+    """The licence of a model, from the head of its card or its configuration; None where neither names one."""
+    card = root / "README.md"
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
+    if lines[:1] == ["---"]:
+        for line in lines[1:]:
+            if line.strip() == "---":
+                break
+            if line.startswith("license:") and line.partition(":")[2].strip():
+                return line.partition(":")[2].strip().strip("\"'")
+    config = root / "config.json"
+    if config.is_file():
+        values = json.loads(config.read_text(encoding="utf-8"))
+        return str(values["license"]) if values.get("license") else None
+    return None
+
+
+def _front_matter(facts: CardFacts) -> str:
+    library = "transformers" if facts.format_name == "zlab" else facts.format_name
+    return (
+        f"---\nbase_model: {facts.target_name}\nlibrary_name: {library}\ntags:\n- speculative-decoding\n- dflash\n---"
+    )
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}"
+
+
+def _what(config: DrafterConfig, facts: CardFacts) -> str:
+    layers = f"{config.num_layers} layers"
+    if SLIDING in config.layer_types:
+        layers += f", {config.layer_types.count(SLIDING)} of them with a window of {config.sliding_window}"
+    notes = [
+        f"A DFlash drafter (arXiv 2602.06036): {layers}, blocks of {config.block_size} tokens, hidden states of target "
+        f"layers {list(config.target_layer_ids)} (counted from 0), MASK token {config.mask_token_id}; {facts.dtype} "
+        f"weights in the layout of {facts.format_name}."
+    ]
+    if config.embedding_scale != 1.0 or config.logit_soft_cap is not None:
+        notes.append(
+            f"The target multiplies its embeddings by {config.embedding_scale:g}"
+            + (f" and caps its logits at {config.logit_soft_cap:g}" if config.logit_soft_cap is not None else "")
+            + ": the engine must embed the drafter's blocks in the same way."
+        )
+    return "\n\n".join(notes)
+
+
+def _measured(facts: CardFacts) -> str:
+    if facts.evaluation is None:
+        return "Nothing was measured before the export: `slipstream eval DIRECTORY --target-model … --prompts …` does."
+    settings = facts.evaluation.get("settings", {})
+    lines = ["| decoding | source | prompts | accepted length (bonus included) |", "|---|---|---:|---:|"]
+    for way, by_source in facts.evaluation["results"].items():
+        for source, row in by_source.items() if isinstance(by_source, dict) else ():
+            if isinstance(row, dict) and isinstance(row.get("accepted_length"), int | float):
+                lines.append(f"| {way} | {source} | {row.get('prompts', '')} | {row['accepted_length']:.3f} |")
+    where = ", ".join(f"{key} {settings[key]}" for key in ("device", "dtype", "max_new_tokens") if key in settings)
+    return "\n".join(lines) + (f"\n\nBy `slipstream eval`: {where}." if where else "")
+
+
+def _self_test(facts: CardFacts) -> str:
+    found = facts.self_test
+    if found is None:
+        return "**Left out** (`--without-self-test`): nobody has decoded with these files yet."
+    ties = f" ({found.near_ties} near-ties)" if found.near_ties else ""
+    return (
+        f"The files were read back by other code than wrote them and drafted on the target's own greedy text: "
+        f"{found.equal_drafts} of {found.drafts} drafted tokens are those of the checkpoint{ties}; accepted length "
+        f"{found.accepted_length_of_files:.3f}, checkpoint {found.accepted_length:.3f} ({found.prompts} plain prompts, "
+        f"{found.rounds} rounds: a test of the files, no measurement of the drafter)."
+    )
+
+
+def _serving(config: DrafterConfig, facts: CardFacts) -> str:
+    command = _SERVE[facts.format_name].format(
+        target=facts.target_name, directory=facts.directory_name, drafts=config.block_size - 1
+    )
+    language = "python" if facts.format_name == "zlab" else "bash"
+    return f"```{language}\n{command}\n```\n\nNot run where this was exported."
+
+
+def _recipe(spec: RunSpec, facts: CardFacts) -> str:
+    pace = "" if facts.seconds is None else f", {facts.seconds / 60:.1f} minutes of steps"
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "device")
+    rows = {
+        "run": f"`{spec.name}`, {facts.steps} of {facts.total_steps} steps, {facts.tokens:,} tokens{pace}",
+        "data": ", ".join(f"`{Path(file).name if file.startswith('/') else file}`" for file in spec.data.files),
+        "objective": f"{json.dumps(spec.model_dump(mode='json')['loss']['objective'])}, {spec.loss.slot_weights} slots",
+        "optimizer": f"{spec.optimizer.kind}, learning rate {spec.optimizer.learning_rate:g}, "
+        f"{spec.optimizer.schedule}",
+        "pack": f"{spec.data.pack_tokens} tokens, {spec.train.anchors_per_pack} anchors, "
+        f"{spec.train.packs_per_step} a step, {spec.train.precision}",
+        "hardware": facts.versions.get("device", "not recorded by the run"),
+        "software": versions,
+    }
+    table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+    return f"| | |\n|---|---|\n{table}\n\nThe whole run definition is in `slipstream.json`."
+
+
+def _licence(facts: CardFacts) -> str:
+    found = facts.target_licence
+    target = f"`{found}`, by its own files" if found else "unknown: its files name none"
+    return (
+        f"Of the target's weights: {target}. The drafter was trained on the target's hidden states and holds none of "
+        "its weights; whether the target's licence covers it is for whoever publishes it to find out."
+    )
