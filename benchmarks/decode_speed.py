@@ -25,9 +25,10 @@ from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetti
 from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.command import open_checkpoint
 from drafter_trainer.evaluation.compare import compare
+from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.evaluation.prompts import Prompt, load_prompts
-from drafter_trainer.evaluation.setting import PLAIN, TRAINED
+from drafter_trainer.evaluation.setting import PLAIN, TRAINED, Setting
 from slipstream.chat_rendering import render_chat
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import DrafterSpec
@@ -202,12 +203,12 @@ def trained_rows(
     }
     ends = end_ids(target.loaded)
 
-    def decodings() -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    def decodings() -> Iterator[tuple[Setting, Prompt, dict[str, Decoded]]]:
         for prompt in chosen:
             ids = prompt_ids(target.loaded, prompt)
-            yield prompt, {way: decoder.decode([ids], NEW_TOKENS, ends)[0] for way, decoder in ways.items()}
+            yield Setting(), prompt, {way: decoder.decode([ids], NEW_TOKENS, ends)[0] for way, decoder in ways.items()}
 
-    comparison = compare(decodings(), [TRAINED], 0.0 if args.dtype == "float32" else 0.5)
+    comparison = compare(decodings(), [TRAINED], 0.0 if args.dtype == "float32" else 0.5)[Setting()]
     extra["lossless"] = comparison.lossless
     for source, tally in comparison.tallies[TRAINED].items():
         plain = comparison.tallies[PLAIN][source]

@@ -1,21 +1,24 @@
 """`drafter-trainer eval`: measure a checkpoint's drafter by decoding with it."""
 
 import argparse
+import logging
+import math
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
 from drafter_trainer.evaluation.prompts import load_prompts
+from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
 
-if TYPE_CHECKING:
-    from drafter_trainer.evaluation.prompt_decoder import DecodingPlan
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare-untrained", action="store_true", help="also decode with the drafter's first weights")
     parser.add_argument(
         "--allow-other-target", action="store_true", help="measure the drafter on a target it was not trained for"
+    )
+    parser.add_argument(
+        "--batch-sizes", type=_positives, default=(1,), metavar="N,…", help="prompts decoded at once (default: 1)"
+    )
+    parser.add_argument(
+        "--temperatures", type=_temperatures, default=(0.0,), metavar="T,…", help="0 is greedy (default: 0)"
+    )
+    parser.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="rounds as CUDA graphs over caches of fixed size (default: no)",
     )
     parser.add_argument("--output", type=Path, help="write the report as JSON")
 
@@ -87,13 +102,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from drafter_trainer.evaluation.target_check import is_training_target
 
     plan = make_plan(args, directory, spec)
+    jobs = 1 if plan.fixed_caches else args.jobs
+    if jobs != args.jobs:
+        log_event(_log, "info", "one process decodes: over fixed caches it is the batch that holds several prompts")
     verified = is_training_target(plan.target, spec.target, fingerprint, allow_other=args.allow_other_target)
     gap_bound = 0.0 if plan.target.dtype == "float32" else spec.eval.bfloat16_gap_bound
     with (
-        closing(decode_prompts(plan, prompts, args.jobs)) as decodings,
-        closing(with_progress(decodings, len(prompts))) as watched,
+        closing(decode_prompts(plan, prompts, jobs)) as decodings,
+        closing(with_progress(decodings, len(prompts) * len(plan.settings))) as watched,
     ):
-        comparison = compare(watched, plan.labels, gap_bound)
+        comparisons = compare(watched, plan.labels, gap_bound)
     settings = {
         "checkpoint": directory.name,
         "run": spec.name,
@@ -104,29 +122,41 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": plan.max_new_tokens,
         "gap_bound": gap_bound,
         "torch": torch.__version__,
-        "processes": args.jobs,
+        "loop": plan.loop_in_words(),
+        "processes": jobs,
         "threads_per_process": plan.threads,
     }
-    return to_dict(comparison, settings)
+    return to_dict(comparisons, settings)
 
 
-def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> "DecodingPlan":
+def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> DecodingPlan:
     """Flags where given, else the run definition."""
     import torch
 
-    from drafter_trainer.evaluation.prompt_decoder import DecodingPlan
-
+    settings = tuple(Setting(size, warmth) for warmth in args.temperatures for size in args.batch_sizes)
     changed = {"dtype": args.dtype or spec.eval.dtype}
     if args.target_model and args.target_model != spec.target.model:
         # A revision belongs to the name it was given with.
         changed |= {"model": args.target_model, "revision": None}
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    if args.graphs and device != "cuda":
+        raise SlipstreamError(
+            f"--graphs needs a CUDA device, decoding runs on {device}",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Leave --graphs out, or decode with --device cuda.",
+        )
+    fixed_caches = bool(args.graphs) or settings != (Setting(),)
     return DecodingPlan(
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
-        device=("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device,
-        threads=max(1, (args.threads or torch.get_num_threads()) // args.jobs),
+        device=device,
+        threads=max(1, (args.threads or torch.get_num_threads()) // (1 if fixed_caches else args.jobs)),
         max_new_tokens=args.max_new_tokens or spec.eval.max_new_tokens,
         untrained_seed=spec.train.seed if args.compare_untrained else None,
+        settings=settings,
+        fixed_caches=fixed_caches,
+        graphs=bool(args.graphs),
+        sampling_seed=spec.train.seed,
     )
 
 
@@ -179,3 +209,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    warmths = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    if any(not math.isfinite(warmth) or warmth < 0 for warmth in warmths):
+        raise argparse.ArgumentTypeError(f"{text}: a temperature is 0 or larger")
+    return warmths

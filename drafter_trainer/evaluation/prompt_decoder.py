@@ -1,16 +1,14 @@
-"""Decodes prompts plainly and with each drafter, in this process or in several."""
+"""Decodes prompts plainly and with each drafter: over growing caches in this process or in several, or in batches."""
 
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -18,54 +16,36 @@ from jinja2.exceptions import TemplateError
 from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.evaluation.compare import PLAIN
+from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from drafter_trainer.evaluation.prompts import Prompt
+from drafter_trainer.evaluation.setting import PLAIN, TRAINED, UNTRAINED, DecodingPlan, Setting
 from drafter_trainer.evaluation.target_check import check_fits
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
 from slipstream.telemetry.logs import log_event
 
 _log = logging.getLogger(__name__)
 
-TRAINED = "trained"
-UNTRAINED = "untrained"
 WARM_UP_TOKENS = 8
 """Tokens decoded once by every way before anything is timed."""
 
 
-@dataclass(frozen=True)
-class DecodingPlan:
-    """What a process needs to decode: it loads target and drafters itself."""
-
-    checkpoint: Path
-    target: TargetSpec
-    device: str
-    threads: int
-    """CPU threads of each process."""
-    max_new_tokens: int
-    untrained_seed: int | None
-    """Decode also with the drafter's first weights, made from this seed."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Drafters by name, in the order of the table."""
-        return (TRAINED,) if self.untrained_seed is None else (UNTRAINED, TRAINED)
+Decoding = tuple[Setting, Prompt, dict[str, Decoded]]
+"""A prompt under one setting, by way of decoding."""
 
 
-def decode_prompts(
-    plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int
-) -> Generator[tuple[Prompt, dict[str, Decoded]], None, None]:
+def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> Generator[Decoding, None, None]:
     """Every prompt by every way of decoding, in any order. Close the generator: its processes end with it.
 
     Args:
         plan: see there.
         prompts: at least one.
         jobs: processes; 1 decodes in this one. Decoding one prompt on a CPU uses one core, whatever its threads.
+            With fixed caches it must be 1.
 
     Raises:
         SlipstreamError: what loading the checkpoint or the target raises; DATA_INVALID, the chat template refuses a
@@ -74,8 +54,12 @@ def decode_prompts(
     if jobs == 1:
         decoder = PromptDecoder.open(plan)
         log_event(_log, "info", "decoding", prompts=len(prompts), processes=1)
-        yield from ((prompt, decoder.decode(prompt)) for prompt in prompts)
+        for setting in plan.settings:
+            for batch in batches(prompts, setting.batch_size):
+                for prompt, decoded in zip(batch, decoder.decode_batch(batch, setting), strict=True):
+                    yield setting, prompt, decoded
         return
+    assert not plan.fixed_caches, "several processes on one GPU would slow each other"
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
     waiting: dict[Future[dict[str, Decoded]], Prompt] = {}
@@ -84,7 +68,7 @@ def decode_prompts(
             waiting[pool.submit(_decode_in_worker, plan, prompt)] = prompt
         log_event(_log, "info", "decoding", prompts=len(prompts), processes=jobs)
         for done in as_completed(waiting):
-            yield waiting.pop(done), done.result()
+            yield plan.settings[0], waiting.pop(done), done.result()
     except BrokenProcessPool as error:
         raise SlipstreamError(
             "a decoding process was killed, most often because the machine's memory is full",
@@ -97,6 +81,16 @@ def decode_prompts(
             for worker in multiprocessing.active_children():
                 worker.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
+    """So many prompts at once, all of one source; a source's last batch may have fewer."""
+    by_source: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt)
+    for of_source in by_source.values():
+        for start in range(0, len(of_source), size):
+            yield of_source[start : start + size]
 
 
 def _begin_worker() -> None:
@@ -128,10 +122,19 @@ class PromptDecoder:
         target: loaded, evaluation mode.
         drafters: by label; all for this target, on its device and in its dtype.
         max_new_tokens: per prompt.
+        plan: where decoding is not greedy, one prompt at a time, over growing caches.
     """
 
-    def __init__(self, target: LoadedTarget, drafters: Mapping[str, DFlashDrafter], max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        target: LoadedTarget,
+        drafters: Mapping[str, DFlashDrafter],
+        max_new_tokens: int,
+        plan: DecodingPlan | None = None,
+    ) -> None:
         self.target, self.drafters, self.max_new_tokens = target, dict(drafters), max_new_tokens
+        self._plan = plan
+        self._batch_decoders: dict[tuple[str, Setting, int], BatchDecoder] = {}
         self._end_ids = end_ids(target)
         self._embedding = target.model.get_input_embeddings().weight
         self._head = target.model.get_output_embeddings().weight
@@ -161,7 +164,42 @@ class PromptDecoder:
         placed = {
             name: drafter.to(target.model.device, target.model.dtype).eval() for name, drafter in drafters.items()
         }
-        return cls(target, placed, plan.max_new_tokens)
+        return cls(target, placed, plan.max_new_tokens, plan)
+
+    def decode_batch(self, prompts: Sequence[Prompt], setting: Setting) -> list[dict[str, Decoded]]:
+        """Prompts at once by every way of decoding; see `decode`.
+
+        Raises:
+            SlipstreamError: DATA_INVALID; OUT_OF_MEMORY, the caches do not fit; MODEL_INVALID, the target cannot
+                decode over fixed caches; ENVIRONMENT_UNSUPPORTED, its rounds cannot be captured.
+        """
+        if self._plan is None or not self._plan.fixed_caches:
+            return [self.decode(prompt) for prompt in prompts]
+        ids = [self._ids(prompt) for prompt in prompts]
+        try:
+            by_way = {label: self._decode_at_once(label, ids, setting) for label in (PLAIN, *self.drafters)}
+        except torch.OutOfMemoryError as error:
+            raise SlipstreamError(
+                f"the caches of {setting.batch_size} prompts do not fit into the memory of {self.target.model.device}",
+                reason=Reason.OUT_OF_MEMORY,
+                remedy="Lower --batch-sizes or --max-new-tokens.",
+            ) from error
+        return [{label: decoded[row] for label, decoded in by_way.items()} for row in range(len(prompts))]
+
+    def _decode_at_once(self, label: str, ids: list[torch.Tensor], setting: Setting) -> list[Decoded]:
+        assert self._plan is not None
+        block = max((drafter.config.block_size for drafter in self.drafters.values()), default=1)
+        length = static_length(max(map(len, ids)) + self.max_new_tokens + block)
+        key = (label, setting, length)
+        if key not in self._batch_decoders:
+            # Caches of another setting are not needed again.
+            self._batch_decoders = {k: kept for k, kept in self._batch_decoders.items() if k[1] == setting}
+            options = (setting.temperature, self._plan.sampling_seed, self._plan.graphs)
+            made = BatchDecoder(
+                self.target.model, self.drafters.get(label), DecodingSetting(setting.batch_size, length, *options)
+            )
+            self._batch_decoders[key] = made
+        return self._batch_decoders[key].decode(ids, self.max_new_tokens, self._end_ids)
 
     def decode(self, prompt: Prompt) -> dict[str, Decoded]:
         """One prompt by every way of decoding, by label; plain decoding under PLAIN.
@@ -169,14 +207,15 @@ class PromptDecoder:
         Raises:
             SlipstreamError: DATA_INVALID, the chat template refuses the prompt.
         """
-        ids = torch.tensor(
-            self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)["input_ids"],
-            device=self.target.model.device,
-        )
+        ids = self._ids(prompt)
         if not self._warm:
             self._decode_all_ways(ids, WARM_UP_TOKENS)
             self._warm = True
         return self._decode_all_ways(ids, self.max_new_tokens)
+
+    def _ids(self, prompt: Prompt) -> torch.Tensor:
+        rendered = self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)
+        return torch.tensor(rendered["input_ids"], device=self.target.model.device)
 
     def _rendered(self, prompt: Prompt) -> str:
         try:

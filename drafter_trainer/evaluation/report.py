@@ -2,14 +2,17 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from drafter_trainer.evaluation.compare import PLAIN, Comparison, Tally
+from drafter_trainer.evaluation.compare import Comparison, Tally
+from drafter_trainer.evaluation.intervals import COVERAGE, RESAMPLES, SEED, intervals
 from drafter_trainer.evaluation.losslessness import Difference
+from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -22,28 +25,51 @@ def total(tallies: dict[str, Tally]) -> Tally:
         whole.tokens += tally.tokens
         whole.seconds += tally.seconds
         whole.emitted += tally.emitted
+        whole.by_prompt += tally.by_prompt
         counts = whole.accepted_at or [0] * len(tally.accepted_at)
         whole.accepted_at = [a + b for a, b in zip(counts, tally.accepted_at, strict=True)]
     return whole
 
 
-def to_dict(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]:
-    """JSON-ready report; None stands where there is no number: no verification round, an output that ended."""
-    ways: dict[str, Any] = {}
-    for label, by_source in comparison.tallies.items():
-        rows = {**by_source, "all": total(by_source)}
-        plain = {**comparison.tallies[PLAIN], "all": total(comparison.tallies[PLAIN])}
-        ways[label] = {source: _row(tally, plain[source]) for source, tally in rows.items()}
+def to_dict(comparisons: Mapping[Setting, Comparison], settings: dict[str, Any]) -> dict[str, Any]:
+    """JSON-ready report; None stands where there is no number: no verification round, an output that ended.
+
+    The first setting's results stand at the top, all settings' in `by_setting`.
+    """
+    by_setting = [_setting(setting, comparison) for setting, comparison in comparisons.items()]
+    greedy = [found for setting, found in zip(comparisons, by_setting, strict=True) if setting.greedy]
     return {
         "settings": settings,
         "accepted_length_counts": "accepted drafts + 1 bonus token, per verification round",
-        "results": ways,
-        "lossless": comparison.lossless,
+        "intervals": f"{COVERAGE:.0%}, bootstrap over prompts, {RESAMPLES} resamples, seed {SEED}",
+        "results": by_setting[0]["results"],
+        "lossless": all(found["lossless"] for found in greedy),
+        "differences": (greedy or by_setting)[0]["differences"],
+        "by_setting": by_setting,
+    }
+
+
+def _setting(setting: Setting, comparison: Comparison) -> dict[str, Any]:
+    plain = _with_total(comparison.tallies[PLAIN])
+    return {
+        "batch_size": setting.batch_size,
+        "temperature": setting.temperature,
+        "results": {
+            label: {source: _row(tally, plain[source]) for source, tally in _with_total(by_source).items()}
+            for label, by_source in comparison.tallies.items()
+        },
+        # Samples differ by chance; that their distribution is the target's is a property of the rule.
+        "lossless": comparison.lossless if setting.greedy else None,
         "differences": {label: [_difference(d) for d in found] for label, found in comparison.differences.items()},
     }
 
 
+def _with_total(by_source: dict[str, Tally]) -> dict[str, Tally]:
+    return {**by_source, "all": total(by_source)}
+
+
 def _row(tally: Tally, plain: Tally) -> dict[str, Any]:
+    found = intervals(tally.by_prompt, plain.by_prompt)
     return {
         "prompts": tally.prompts,
         "tokens": tally.tokens,
@@ -53,6 +79,7 @@ def _row(tally: Tally, plain: Tally) -> dict[str, Any]:
         "tokens_per_second": _finite(tally.tokens_per_second),
         # Without a token behind the prefill's there is no speed to compare with.
         "speed_ratio_to_plain": _finite(tally.tokens_per_second / plain.tokens_per_second) if plain.tokens else None,
+        **{f"{name}_interval": interval for name, interval in found.items()},
     }
 
 
@@ -83,27 +110,44 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """One line per source and way of decoding, then the verdict on losslessness in words."""
-    table = Table(title="Speculative decoding, greedy; accepted length counts the bonus token", title_justify="left")
-    for column in ("decoding", "source"):
+    """One line per setting, source and way of decoding, then the verdict on losslessness in words."""
+    table = Table(title="Speculative decoding; accepted length counts the bonus token", title_justify="left")
+    for column in ("setting", "decoding", "source"):
         table.add_column(column)
     for column in ("prompts", "tokens", "accepted length", "tokens/s", "speed vs plain"):
         table.add_column(column, justify="right")
-    for label, by_source in report["results"].items():
-        shown = by_source if len(by_source) > 2 else {"all": by_source["all"]}
-        for source, row in shown.items():
-            table.add_row(
-                label,
-                source,
-                str(row["prompts"]),
-                str(row["tokens"]),
-                _shown(row["accepted_length"], ".3f"),
-                _shown(row["tokens_per_second"], ".1f"),
-                _shown(row["speed_ratio_to_plain"], ".2f", "x"),
-            )
+    for found in report["by_setting"]:
+        named = Setting(found["batch_size"], found["temperature"]).in_words()
+        for label, by_source in found["results"].items():
+            for source, row in shown_sources(by_source).items():
+                table.add_row(named, label, source, *row_in_words(row))
+            named = ""
     console.print(table)
     for line in (*losslessness_in_words(report), target_in_words(report["settings"])):
-        console.print(line)
+        console.print(line, markup=False)
+
+
+def shown_sources(by_source: dict[str, Any]) -> dict[str, Any]:
+    """All sources and their total; the total alone where there is one source."""
+    return by_source if len(by_source) > 2 else {"all": by_source["all"]}
+
+
+def row_in_words(row: dict[str, Any]) -> tuple[str, ...]:
+    """Prompts, tokens, accepted length, tokens/s, speed vs plain, with intervals where there are any."""
+    return (
+        str(row["prompts"]),
+        str(row["tokens"]),
+        _shown(row["accepted_length"], ".3f") + _spread(row["accepted_length_interval"], ".2f"),
+        _shown(row["tokens_per_second"], ".1f"),
+        _shown(row["speed_ratio_to_plain"], ".2f", "x") + _spread(row["speed_ratio_to_plain_interval"], ".2f"),
+    )
+
+
+def _spread(interval: Sequence[float] | None, form: str) -> str:
+    """Nothing where the number cannot move: plain decoding against itself."""
+    if interval is None or interval[0] == interval[1]:
+        return ""
+    return f" [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def target_in_words(settings: dict[str, Any]) -> str:
@@ -118,13 +162,23 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
 
 
 def losslessness_in_words(report: dict[str, Any]) -> list[str]:
-    """What the comparison with plain decoding found."""
-    settings, found = report["settings"], [d for ds in report["differences"].values() for d in ds]
+    """What the comparison with plain decoding found, for each greedy setting."""
+    lines = []
+    for found in report["by_setting"]:
+        setting = Setting(found["batch_size"], found["temperature"])
+        if setting.greedy:
+            named = f"{setting.in_words()}: " if len(report["by_setting"]) > 1 else ""
+            differences = [d for ds in found["differences"].values() for d in ds]
+            lines += _differences_in_words(named, differences, report["settings"])
+    return lines or ["Losslessness was not compared: no setting is greedy."]
+
+
+def _differences_in_words(named: str, found: list[dict[str, Any]], settings: dict[str, Any]) -> list[str]:
     if not found:
-        return ["Lossless: every output equals plain greedy decoding token for token."]
+        return [f"{named}Lossless: every output equals plain greedy decoding token for token."]
     errors = [d for d in found if not d["allowed"]]
     lines = [
-        f"{len(found)} outputs differ from plain decoding ({settings['dtype']}); allowed where the target's two "
+        f"{named}{len(found)} outputs differ from plain decoding ({settings['dtype']}); allowed where the target's two "
         f"largest logits are at most {settings['gap_bound']} apart: {len(found) - len(errors)}, "
         f"not allowed: {len(errors)}."
     ]

@@ -66,6 +66,36 @@ def test_several_processes_and_the_untrained_drafter(
     assert not survivors(evaluation.pid)
 
 
+def test_several_batch_sizes_and_temperatures(
+    processes: Processes, trained: Path, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "eval.json"
+    evaluation = evaluate(
+        *(processes, trained, "--prompts", prompts, "--batch-sizes", "1,2", "--temperatures", "0,1"),
+        *("--max-new-tokens", "10", "--output", output, "--jobs", "2"),
+    )
+    assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
+    assert "one process decodes" in evaluation.output and " decoded prompts=12/12" in evaluation.output
+    assert "batch 2, greedy: Lossless" in evaluation.output
+    report = json.loads(output.read_text())
+    assert report["settings"]["loop"] == "caches of fixed size, no graphs"
+    found = [(f["batch_size"], f["temperature"], f["lossless"]) for f in report["by_setting"]]
+    assert found == [(1, 0, True), (2, 0, True), (1, 1, None), (2, 1, None)]
+    for setting in report["by_setting"]:
+        assert {source: row["prompts"] for source, row in setting["results"]["trained"].items()} == {
+            "a": 2,
+            "b": 1,
+            "all": 3,
+        }
+    assert report["results"] == report["by_setting"][0]["results"]
+
+
+def test_graphs_without_a_gpu_are_refused(processes: Processes, trained: Path, prompts: Path) -> None:
+    evaluation = evaluate(processes, trained, "--prompts", prompts, "--graphs")
+    assert evaluation.wait_exit(timeout=60) != 0
+    assert "--graphs needs a CUDA device" in evaluation.output and "Traceback" not in evaluation.output
+
+
 def test_another_target_is_refused_unless_it_is_meant(
     processes: Processes, trained: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from drafter_trainer.evaluation.compare import PLAIN, Comparison, compare
+from drafter_trainer.evaluation.compare import Comparison, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
 from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.report import print_report, to_dict, write_report
+from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -31,7 +32,7 @@ def prompts(*sources: str) -> list[Prompt]:
 
 def decode_all(target: LoadedTarget, chosen: list[Prompt], max_new_tokens: int) -> Comparison:
     decoder = PromptDecoder(target, {"trained": random_drafter(target)}, max_new_tokens)
-    return compare(((prompt, decoder.decode(prompt)) for prompt in chosen), ["trained"], 0.0)
+    return compare(((Setting(), prompt, decoder.decode(prompt)) for prompt in chosen), ["trained"], 0.0)[Setting()]
 
 
 def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTarget) -> None:
@@ -47,7 +48,7 @@ def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTar
 
 def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedTarget, tmp_path: Path) -> None:
     comparison = decode_all(tiny_target, prompts("math", "code"), 6)
-    write_report(tmp_path / "out" / "eval.json", to_dict(comparison, SETTINGS))
+    write_report(tmp_path / "out" / "eval.json", to_dict({Setting(): comparison}, SETTINGS))
     report = json.loads((tmp_path / "out" / "eval.json").read_text())
     rows = report["results"]["trained"]
     assert rows["all"]["rounds"] == rows["math"]["rounds"] + rows["code"]["rounds"]
@@ -61,8 +62,8 @@ def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedT
 def test_where_there_is_no_number_the_report_has_null_and_the_table_a_dash(tmp_path: Path) -> None:
     ended = Decoded(tokens=[2], gaps=[1.0])
     cut = Decoded(tokens=[2, 3], gaps=[1.0, 1.0], emitted_per_round=[1], drafts_accepted=[0], num_drafts=1)
-    comparison = compare([(prompts("math")[0], {PLAIN: ended, "trained": cut})], ["trained"], 0.0)
-    report = to_dict(comparison, SETTINGS)
+    decodings = [(Setting(), prompts("math")[0], {PLAIN: ended, "trained": cut})]
+    report = to_dict(compare(decodings, ["trained"], 0.0), SETTINGS)
     write_report(tmp_path / "eval.json", report)
     assert json.loads((tmp_path / "eval.json").read_text()) == report
     assert report["results"][PLAIN]["math"]["accepted_length"] is None
