@@ -6,14 +6,18 @@
 `step-00000042` has trained 42 steps: 0 … 41. `drafter.safetensors` (float32, names as in the DFlash formats; the moving
 average of a run that keeps one, whose masters are then with the optimizer) and `drafter_config.json` are all that
 evaluation needs. `latest` is a symbolic link, replaced atomically.
-`.unfinished-*` and `.replaced-*` are what a killed trainer can leave behind: a new one half written, an old one that
-was about to make room for a new one of the same name.
+
+The tensors are written beside the others without the run directory's lock, for they take long; the rest is written, and
+all of it put into its place, under the lock, by the incarnation that still owns the run then.
+`.unfinished-*` and `.replaced-*` are what a killed trainer can leave behind: one half written or half deleted, an old
+one that was about to make room for a new one of the same name.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,34 +52,47 @@ class Checkpoint:
     rng: Mapping[str, Tensor]
 
 
-def save_checkpoint(run: RunDirectory, checkpoint: Checkpoint, *, keep: int) -> Path:
+def save_checkpoint(
+    run: RunDirectory,
+    checkpoint: Checkpoint,
+    *,
+    keep: int,
+    incarnation_held: Callable[[], AbstractContextManager[int]] | None = None,
+) -> Path:
     """Save, point `latest` at it, and remove all but the newest `keep`; returns the directory.
 
+    Args:
+        run: where.
+        checkpoint: `state.incarnation` is replaced by the one that holds when everything is put into its place.
+        keep: at least one.
+        incarnation_held: of the process that saves, kept from changing within the context; None: it does not change.
+
     Raises:
-        SlipstreamError: INCARNATION_STALE when a newer trainer owns the run (nothing is written); DISK_FULL, with
-            the previous checkpoint untouched and the unfinished one removed.
+        SlipstreamError: INCARNATION_STALE when a newer trainer owns the run (nothing is written, or what was is
+            removed); DISK_FULL, with the previous checkpoint untouched and the unfinished one removed.
     """
+    held = incarnation_held or (lambda: nullcontext(checkpoint.state.incarnation))
     final = run.checkpoints / f"step-{checkpoint.state.cursor.next_step:08d}"
-    temporary = run.checkpoints / f".unfinished-{final.name}"
-    replaced = run.checkpoints / f".replaced-{final.name}"
-    with run.owned(checkpoint.state.incarnation), disk_errors_in_words(final):
-        # What a killed trainer left behind; under the lock nobody else is writing one.
-        for leftover in run.checkpoints.glob(".unfinished-*"):
-            shutil.rmtree(leftover)
+    with disk_errors_in_words(final), ExitStack() as removed:
+        with held() as incarnation, run.owned(incarnation):
+            _remove_leftovers(run.checkpoints)
+            # No two processes ever have the same incarnation: the name is this one's alone.
+            unfinished = run.checkpoints / f".unfinished-{final.name}.{incarnation}"
+            unfinished.mkdir()
+            removed.callback(shutil.rmtree, unfinished, ignore_errors=True)
         try:
-            _write(temporary, checkpoint)
-            if final.exists():
-                # A dead branch of the lineage: an older incarnation had been here before it was rolled back. `latest`
-                # may point to it, so it is kept whole until the new one is in its place.
-                shutil.rmtree(replaced, ignore_errors=True)
-                final.rename(replaced)
-            temporary.rename(final)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        _point_latest(run.checkpoints, final.name)
-        for leftover in run.checkpoints.glob(".replaced-*"):
-            shutil.rmtree(leftover)
-        _prune(run.checkpoints, keep=keep, protected=final.name)
+            files = _write_tensors(unfinished, checkpoint)
+        except OSError:
+            # A newer trainer that has taken over removes what an older one writes: that is no fault of the disk.
+            with held() as incarnation, run.owned(incarnation):
+                raise
+        with held() as incarnation, run.owned(incarnation):
+            _write_the_rest(unfinished, checkpoint, incarnation, files)
+            _put_into_place(unfinished, final)
+            superseded = _set_aside(run.checkpoints, keep=keep, protected=final.name)
+        # Deleting gigabytes takes a while, too.
+        for directory in superseded:
+            shutil.rmtree(directory, ignore_errors=True)
     return final
 
 
@@ -107,22 +124,47 @@ def load_drafter_weights(directory: Path) -> tuple[str, dict[str, Tensor]]:
     return (directory / "drafter_config.json").read_text(), weights
 
 
-def _write(directory: Path, checkpoint: Checkpoint) -> None:
-    directory.mkdir()
+def _write_tensors(directory: Path, checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """Entries of the manifest."""
     files: dict[str, dict[str, int]] = {}
     for name in _TENSOR_FILES:
         size, checksum = write_safetensors(directory / f"{name}.safetensors", getattr(checkpoint, name))
         files[f"{name}.safetensors"] = {"size": size, "crc32c": checksum}
-    texts = {
-        "drafter_config.json": checkpoint.drafter_config,
-        "state.json": checkpoint.state.model_dump_json(indent=2),
-    }
+    return files
+
+
+def _write_the_rest(
+    directory: Path, checkpoint: Checkpoint, incarnation: int, files: Mapping[str, dict[str, int]]
+) -> None:
+    manifest = dict(files)
+    state = checkpoint.state.model_copy(update={"incarnation": incarnation})
+    texts = {"drafter_config.json": checkpoint.drafter_config, "state.json": state.model_dump_json(indent=2)}
     for name, text in texts.items():
         _write_text(directory / name, text)
         size, checksum = file_checksum(directory / name)
-        files[name] = {"size": size, "crc32c": checksum}
-    _write_text(directory / MANIFEST, json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=2))
+        manifest[name] = {"size": size, "crc32c": checksum}
+    _write_text(directory / MANIFEST, json.dumps({"format_version": FORMAT_VERSION, "files": manifest}, indent=2))
     sync_directory(directory)
+
+
+def _put_into_place(unfinished: Path, final: Path) -> None:
+    """Rename, and point `latest` at it; under the lock."""
+    replaced = final.parent / f".replaced-{final.name}"
+    if final.exists():
+        # A dead branch of the lineage: an older incarnation had been here before it was rolled back. `latest` may
+        # point to it, so it is kept whole until the new one is in its place.
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    unfinished.rename(final)
+    _point_latest(final.parent, final.name)
+    for leftover in final.parent.glob(".replaced-*"):
+        shutil.rmtree(leftover)
+
+
+def _remove_leftovers(checkpoints: Path) -> None:
+    """What a killed trainer left behind, or one that has been taken over from still writes; under the lock."""
+    for leftover in checkpoints.glob(".unfinished-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -140,7 +182,12 @@ def _point_latest(checkpoints: Path, name: str) -> None:
     sync_directory(checkpoints)
 
 
-def _prune(checkpoints: Path, *, keep: int, protected: str) -> None:
+def _set_aside(checkpoints: Path, *, keep: int, protected: str) -> list[Path]:
+    """Rename all but the newest `keep` and `protected`, so that nobody takes them for checkpoints; under the lock."""
+    superseded = []
     for directory in by_age(checkpoints.glob("step-[0-9]*"))[:-keep]:
         if directory.name != protected:
-            shutil.rmtree(directory)
+            aside = checkpoints / f".unfinished-deletion-of-{directory.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            superseded.append(directory.rename(aside))
+    return superseded

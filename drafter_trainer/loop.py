@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafter_trainer.batch_source import BatchSource, StepBatch
-from drafter_trainer.checkpoint import Checkpoint, save_checkpoint
+from drafter_trainer.checkpoint import Checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
+from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.metrics import MetricsFile
@@ -16,7 +17,7 @@ from drafter_trainer.resume import rng_state, versions
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.schedule import learning_rate
 from drafter_trainer.step import PendingStep, StepNumbers, TrainingStep
-from drafter_trainer.step_report import StepReporter
+from drafter_trainer.step_report import StepReporter, Waits
 from drafter_trainer.target_link import TargetLink
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -40,6 +41,7 @@ class RunParts:
     metrics: MetricsFile
     progress: Progress
     reporter: StepReporter
+    writer: CheckpointWriter
 
 
 @dataclass
@@ -77,7 +79,9 @@ class TrainingLoop:
             self._settle(leave=self._steps_in_flight)
             if (batch.step + 1) % self._parts.spec.checkpoint.every_steps == 0:
                 self._save()
+            self._note_saved()
         self._save()
+        self._note_saved(wait=True)
 
     def _next_batch(self) -> StepBatch | None:
         if not self._parts.source.is_ready():
@@ -117,7 +121,7 @@ class TrainingLoop:
                 sequence_numbers,
                 numbers,
                 learning_rate=rate,
-                waited_seconds=self._parts.source.waited_seconds,
+                waits=Waits(self._parts.source.waited_seconds, self._parts.writer.blocked_seconds),
                 incarnation=incarnation,
             )
             self._parts.metrics.append(record)
@@ -155,6 +159,7 @@ class TrainingLoop:
     def _stop_if_not_finite(self) -> None:
         in_row = self.standing.loop.not_finite_in_row
         if in_row >= self._parts.spec.train.max_not_finite_steps:
+            self._note_saved(wait=True)
             raise SlipstreamError(
                 f"Loss or gradient was not finite in {in_row} steps in a row, up to step "
                 f"{self.standing.next_step - 1}; none of them was applied.",
@@ -168,7 +173,6 @@ class TrainingLoop:
         standing = self.standing
         if standing.next_step == self._saved_step:
             return
-        self._parts.metrics.sync()
         with failures_reported(Phase.SAVE), self._parts.link.incarnation_held() as incarnation:
             state = CheckpointState(
                 run=self._parts.spec.name,
@@ -192,8 +196,16 @@ class TrainingLoop:
                 optimizer=self._parts.step.optimizer.state_tensors(),
                 rng=rng_state(),
             )
-            standing.last_checkpoint = save_checkpoint(
-                self._parts.directory, checkpoint, keep=self._parts.spec.checkpoint.keep
-            )
+        # Without the incarnation: the save before, which this one waits for, must hold it to end.
+        with failures_reported(Phase.SAVE):
+            self._parts.writer.save(checkpoint)
         self._saved_step = standing.next_step
-        log_event(_log, "info", "checkpoint_saved", step=standing.next_step, directory=str(standing.last_checkpoint))
+
+    def _note_saved(self, *, wait: bool = False) -> None:
+        """Take note of what was saved meanwhile; `wait`: until nothing is left to be saved."""
+        with failures_reported(Phase.SAVE):
+            if wait:
+                self._parts.writer.finish()
+            else:
+                self._parts.writer.check()
+        self.standing.last_checkpoint = self._parts.writer.newest or self.standing.last_checkpoint

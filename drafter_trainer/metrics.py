@@ -37,6 +37,8 @@ class StepRecord:
     """From the end of the step before to the end of this one."""
     data_wait_seconds: float
     """The part of `seconds` in which no step could be started for want of packs."""
+    checkpoint_wait_seconds: float
+    """The part of `seconds` that went into a checkpoint: copying the state, after the one before was written."""
     tokens_per_second: float
     eta_seconds: float | None
     """To the end of the run; null while too little has been measured."""

@@ -16,6 +16,7 @@ from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
 from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
+from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
@@ -149,6 +150,10 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         stop.add_listener(source.wake)
         metrics = MetricsFile(run.metrics)
         leaving.callback(metrics.close)
+        writer = CheckpointWriter(run, link.incarnation_held, keep=spec.checkpoint.keep, before_saving=metrics.sync)
+        leaving.callback(writer.close)
+        with failures_reported(Phase.SAVE):
+            writer.prepare({"drafter": step.optimizer.deployed_weights(), "optimizer": step.optimizer.state_tensors()})
         reporter = StepReporter(
             total_steps=total_steps,
             tokens_per_step=spec.train.packs_per_step * spec.data.pack_tokens,
@@ -158,7 +163,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         leaving.callback(progress.end)
         leaving.callback(source.close)
         source.start(standing.next_step)
-        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter)
+        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, writer)
         yield TrainingLoop(parts, standing)
 
 

@@ -4,11 +4,19 @@ import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from drafter_trainer.acceptance import AcceptanceMetrics
 from drafter_trainer.metrics import StepRecord
 from drafter_trainer.progress import Pace
 from drafter_trainer.step import StepNumbers
+
+
+class Waits(NamedTuple):
+    """Seconds, since the process began, in which no step could be started: for packs, and for checkpoints."""
+
+    packs: float
+    checkpoints: float
 
 
 class StepReporter:
@@ -22,7 +30,7 @@ class StepReporter:
         self._block_size = block_size
         self._clock = clock
         self._ended = clock()
-        self._waited = 0.0
+        self._waited = Waits(0.0, 0.0)
 
     def begin(self) -> None:
         """The loop starts now: what came before belongs to no step."""
@@ -35,7 +43,7 @@ class StepReporter:
         numbers: StepNumbers | None,
         *,
         learning_rate: float,
-        waited_seconds: float,
+        waits: Waits,
         incarnation: int,
     ) -> StepRecord:
         """The record of the step that has just ended.
@@ -45,12 +53,12 @@ class StepReporter:
             sequence_numbers: its packs.
             numbers: None when all its packs are quarantined and nothing was trained.
             learning_rate: that was used.
-            waited_seconds: for packs, since the process began.
+            waits: up to its end.
             incarnation: under which the step was committed.
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
-        data_wait, self._waited = waited_seconds - self._waited, waited_seconds
+        before, self._waited = self._waited, waits
         acceptance = numbers.acceptance if numbers else self._nothing()
         return StepRecord(
             step=step,
@@ -64,7 +72,8 @@ class StepReporter:
             learning_rate=learning_rate,
             gradient_norm=_finite(numbers.gradient_norm) if numbers else None,
             seconds=seconds,
-            data_wait_seconds=data_wait,
+            data_wait_seconds=waits.packs - before.packs,
+            checkpoint_wait_seconds=waits.checkpoints - before.checkpoints,
             tokens_per_second=self._tokens_per_step / max(seconds, 1e-9),
             eta_seconds=self._pace.eta_seconds(step, seconds),
             incarnation=incarnation,

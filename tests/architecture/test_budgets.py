@@ -15,6 +15,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Where a blind `except` is right, and why. A new entry needs a process or thread boundary.
 BOUNDARIES: dict[str, str] = {
     "drafter_trainer/batch_source.py": "the prefetch thread: whatever ends it is raised in the loop's next_batch",
+    "drafter_trainer/checkpoint_writer.py": "the writing thread: whatever ends it is raised in the training thread",
     "target_server/server.py": "the engine thread: whatever ends it ends the process, raised in `run`",
     "slipstream/entrypoint.py": "last resort of a process: writes the crash file, prints one line",
 }

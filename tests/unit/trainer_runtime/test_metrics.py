@@ -12,7 +12,7 @@ from drafter_trainer.acceptance import AcceptanceMetrics
 from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.progress import Pace, Progress
 from drafter_trainer.step import StepNumbers
-from drafter_trainer.step_report import StepReporter
+from drafter_trainer.step_report import StepReporter, Waits
 from tests.fakes.training import read_last_records
 
 RECORD = StepRecord(
@@ -28,6 +28,7 @@ RECORD = StepRecord(
     gradient_norm=0.5,
     seconds=0.5,
     data_wait_seconds=0.1,
+    checkpoint_wait_seconds=0.0,
     tokens_per_second=256.0,
     eta_seconds=None,
     incarnation=1,
@@ -103,11 +104,11 @@ def test_records_say_what_was_waited_and_what_is_not_finite() -> None:
         applied=False,
         not_finite=(7,),
     )
-    record = reporter.record(0, (7,), numbers, learning_rate=0.1, waited_seconds=0.5, incarnation=3)
+    record = reporter.record(0, (7,), numbers, learning_rate=0.1, waits=Waits(0.5, 0.125), incarnation=3)
     assert (record.loss, record.loss_hex, record.gradient_norm, record.applied) == (None, "nan", None, False)
     assert (record.seconds, record.data_wait_seconds, record.tokens_per_second) == (2.0, 0.5, 500.0)
     assert record.mean_matched_prefix_with_bonus == 1.5
     now[0] += 1.0
-    skipped = reporter.record(1, (), None, learning_rate=0.1, waited_seconds=0.75, incarnation=3)
+    skipped = reporter.record(1, (), None, learning_rate=0.1, waits=Waits(0.75, 0.125), incarnation=3)
     assert skipped.data_wait_seconds == 0.25 and skipped.tokens == 2000 and not skipped.applied
     json.dumps(skipped.__dict__, allow_nan=False)
