@@ -21,7 +21,7 @@ class AdamW:
         self._weight_decay = weight_decay
         self._exp_avg, self._exp_avg_sq = torch.zeros_like(segment.master), torch.zeros_like(segment.master)
 
-    def update(self, learning_rate: float, scale: StepScale) -> None:
+    def update(self, learning_rate: float | Tensor, scale: StepScale) -> None:
         """See `UpdateRule`."""
         # The kernel divides gradients by grad_scale, and changes nothing where found_inf is 1.
         torch._fused_adamw_(

@@ -6,6 +6,7 @@ Shapes: T pack tokens, A anchors, B block size.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ class Anchors:
         return Anchors(self.positions.to(device, non_blocking=True), self.valid.to(device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class BlockTargets:
+class BlockTargets(NamedTuple):
     """What the drafter reads and must predict, slot by slot; every tensor is [A, B].
 
     `block_ids` int64: the token at the anchor in slot 0, MASK in all others. `block_positions` int64: positions within

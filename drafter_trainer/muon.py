@@ -40,8 +40,9 @@ class MatrixMuon:
             master.grad = gradient
             self._muon.state[master]["momentum_buffer"] = momentum
 
-    def update(self, learning_rate: float, scale: StepScale) -> None:
-        """See `UpdateRule`; `learning_rate` is AdamW's at this step."""
+    def update(self, learning_rate: float | Tensor, scale: StepScale) -> None:
+        """See `UpdateRule`; `learning_rate` is AdamW's at this step, a number: torch's Muon reads it on the host."""
+        assert isinstance(learning_rate, float), "a step with Muon is never recorded"
         master, gradient = self._segment.master, self._segment.gradient
         not_finite = scale.not_finite.bool()
         # torch's Muon knows no skipped step. A gradient that is the momentum leaves the momentum as it is, and the

@@ -35,9 +35,7 @@ class DrafterOptimizer:
     Weight decay applies to matrices only: shrinking a norm's gain towards zero regularises nothing.
     """
 
-    def __init__(
-        self, module: nn.Module, spec: OptimizerSpec, *, compute_dtype: torch.dtype, packs_per_step: int = 1
-    ) -> None:
+    def __init__(self, module: nn.Module, spec: OptimizerSpec, *, compute_dtype: torch.dtype) -> None:
         """Move the parameters of `module` into flat buffers on their device; their values become float32 masters."""
         self._spec = spec
         matrices = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() >= 2]
@@ -47,10 +45,6 @@ class DrafterOptimizer:
         size, device = self._layout.size, self.parameters[0].device
         self._master, self._gradient = torch.zeros(size, device=device), torch.zeros(size, device=device)
         self._master_views, self._gradient_views = self._layout.views(self._master), self._layout.views(self._gradient)
-        # Where the gradient of a later pack becomes float32 before it is added; one pack needs no sum.
-        self._addend = torch.zeros(size if packs_per_step > 1 else 0, device=device)
-        self._addend_views = self._layout.views(self._addend) if packs_per_step > 1 else []
-        self._packs_added = 0
         torch._foreach_copy_(self._master_views, [parameter.detach() for parameter in self.parameters])
         self._compute = self._master if compute_dtype == torch.float32 else self._master.to(compute_dtype)
         for parameter, view in zip(self.parameters, self._layout.views(self._compute), strict=True):
@@ -65,23 +59,24 @@ class DrafterOptimizer:
         """Call `listener`, without gradients, whenever the module's weights have got other values."""
         self._on_new_weights = listener
 
-    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of one pack, in the order of `parameters`, any dtype, to the step's float32 sum."""
-        if self._packs_added == 0:
+    def add_gradients(self, gradients: Sequence[Tensor], *, is_first: bool) -> None:
+        """Add the gradients of one pack, in the order of `parameters`, any dtype, to the step's float32 sum.
+
+        `is_first`: of the step; its sum begins here.
+        """
+        if is_first:
             torch._foreach_copy_(self._gradient_views, list(gradients))
         else:
-            torch._foreach_copy_(self._addend_views, list(gradients))
-            self._gradient.add_(self._addend)
-        self._packs_added += 1
+            torch._foreach_add_(self._gradient_views, list(gradients))
 
-    def apply(self, step_learning_rate: float, loss: Tensor, weight: Tensor) -> AppliedStep:
-        """Divide the gradients by `weight`, clip, update, and begin a new sum.
+    def apply(self, step_learning_rate: float | Tensor, loss: Tensor, weight: Tensor) -> AppliedStep:
+        """Divide the gradients by `weight`, clip, update.
 
         Where `loss` or the gradient is not finite, weights and optimizer state stay as they are; that is decided on the
         device, without a host sync.
 
         Args:
-            step_learning_rate: for this step, of AdamW.
+            step_learning_rate: for this step, of AdamW; float32 [] on the device where the step is recorded.
             loss: float32 [], of the step.
             weight: float32 [], positive: what the summed numerators of the step are divided by.
         """
@@ -95,7 +90,6 @@ class DrafterOptimizer:
             rule.update(step_learning_rate, scale)
         if self._average is not None:
             self._average.update(self._applied_steps, finite.float())
-        self._packs_added = 0
         self._refresh_compute_weights()
         return AppliedStep(norm, finite.float())
 
@@ -112,7 +106,6 @@ class DrafterOptimizer:
         self._applied_steps.zero_()
         if self._average is not None:
             self._average.reset()
-        self._packs_added = 0
         self._refresh_compute_weights()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -4,30 +4,39 @@ Static shapes throughout. On CUDA the host never waits inside a step: whether it
 and its numbers come back in one small copy that is read while the next step runs.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
 from drafter_trainer.acceptance import AcceptanceMetrics, StepSums
-from drafter_trainer.anchors import BlockTargets, build_block_targets
+from drafter_trainer.anchors import Anchors, BlockTargets
 from drafter_trainer.batch_source import StepBatch, TrainingPack
-from drafter_trainer.block_mask import BlockAttention, build_block_attention
+from drafter_trainer.block_mask import BlockAttention
+from drafter_trainer.cuda_graph import Recorder, wants_graphs
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.feature_noise import FeatureNoise
 from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
-from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
 from drafter_trainer.pack_buckets import declared_lengths
+from drafter_trainer.pack_layout import ROW_NAMES, LaidOut, PackLayout
 from drafter_trainer.target_states import LAST_HIDDEN_STATE, TargetStates, target_states
 from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ANCHOR_POSITIONS, _ANCHOR_VALID = "anchor_positions", "anchor_valid"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,13 +99,9 @@ class TrainingStep:
         with torch.device("meta"):
             drafter = DFlashDrafter(config)
         self.drafter = drafter.to_empty(device=self.device)
-        self.optimizer = DrafterOptimizer(
-            self.drafter,
-            spec.optimizer,
-            compute_dtype=self._compute_dtype,
-            packs_per_step=spec.train.packs_per_step,
-        )
-        self._layout = self.drafter.attention_layout(spec.train.attention)
+        self.optimizer = DrafterOptimizer(self.drafter, spec.optimizer, compute_dtype=self._compute_dtype)
+        attention = self.drafter.attention_layout(spec.train.attention)
+        self._layout = PackLayout(attention, config.block_size, config.mask_token_id)
         self._loss_config = resolve_loss_config(
             spec.loss,
             block_size=config.block_size,
@@ -106,9 +111,12 @@ class TrainingStep:
         )
         self._noise = FeatureNoise(spec.train.feature_noise, spec.train.seed, self.device)
         self._needs_target_states = spec.loss.needs_target_distribution
+        self._reads = ROW_NAMES + ((LAST_HIDDEN_STATE,) if self._needs_target_states else ())
+        self._packs_per_step = spec.train.packs_per_step
         fp8 = Fp8Products(self.drafter, frozen.head) if spec.train.fp8 else None
         self._head: FrozenHead = frozen.head if fp8 is None else fp8.head
         round_weights = None if fp8 is None else fp8.round_weights
+        self._lay_out: Callable[[Mapping[str, Tensor], Anchors], LaidOut] = self._layout
         self._forward = self._hidden_states
         self._chunk_loss = None
         if self.device.type == "cuda":
@@ -116,12 +124,15 @@ class TrainingStep:
             from drafter_trainer.flex_policy import compile_owned
 
             # As many graphs as there are shapes: the limit catches one more. A chunk of the loss has one shape.
-            self._forward = compile_owned(self._hidden_states, name="drafter", graphs=len(self.pack_lengths))
+            shapes = len(self.pack_lengths)
+            self._lay_out = compile_owned(self._layout.__call__, name="pack_layout", graphs=shapes)
+            self._forward = compile_owned(self._hidden_states, name="drafter", graphs=shapes)
             self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
             if round_weights is not None:
                 round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
         if round_weights is not None:
             self.optimizer.on_new_weights(round_weights)
+        self._recorder, self._rate = self._make_recorder(spec)
 
     def run(self, batch: StepBatch, learning_rate: float) -> PendingStep:
         """Train one step. Gradients of the packs' loss numerators are summed in float32 and divided by the step's
@@ -131,19 +142,19 @@ class TrainingStep:
             batch: at least one pack.
             learning_rate: for this step.
         """
-        totals: StepSums | None = None
-        numerators: list[Tensor] = []
-        for pack in batch.packs:
-            sums = self._pack_loss(pack)
-            self.optimizer.add_gradients(torch.autograd.grad(sums.numerator, self.optimizer.parameters))
-            totals = StepSums.of(sums) if totals is None else totals + StepSums.of(sums)
-            numerators.append(sums.numerator.detach())
-        assert totals is not None, "a step without packs is skipped, not run"
-        numerator, weight = totals.values[0], totals.values[1]
-        # Slot 1 of a block weighs 1 under every scheme, so the weight is 0 or at least 1: nothing else is changed here.
-        applied = self.optimizer.apply(learning_rate, numerator, weight.clamp(min=1.0))
-        values = torch.cat((totals.values, torch.stack((applied.gradient_norm, applied.applied, *numerators))))
-        return PendingStep(batch, learning_rate, values)
+        assert batch.packs, "a step without packs is skipped, not run"
+        sums = []
+        for index, pack in enumerate(batch.packs):
+            inputs, is_first = self._inputs_of(pack), index == 0
+            key = ("pack", len(inputs["input_ids"]), "first" if is_first else "later")
+            sums.append(self._recorder(key, partial(self._train_pack, is_first=is_first), inputs))
+        missing = self._packs_per_step - len(sums)
+        sums += [torch.zeros_like(sums[0])] * missing
+        if self._rate is not None:
+            self._rate.fill_(learning_rate)
+        update = partial(self._update, learning_rate=learning_rate if self._rate is None else self._rate)
+        values = self._recorder(("update", len(sums)), update, {str(i): vector for i, vector in enumerate(sums)})
+        return PendingStep(batch, learning_rate, values[: len(values) - max(0, missing)])
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set the float32 masters in place and clear the optimizer's state."""
@@ -159,43 +170,90 @@ class TrainingStep:
 
     def features(self, pack: TrainingPack) -> Tensor:
         """What the drafter reads of the target, with the run's noise: [T, n·D], compute precision."""
-        captured = [pack.tensors[name] for name in self._config.feature_names]
-        return torch.cat(self._noise.add(captured, pack.sequence_number), dim=-1).to(self._compute_dtype)
-
-    def hidden_states(self, pack: TrainingPack, targets: BlockTargets) -> Tensor:
-        """The drafter's output [A·B, D], through the function that this run has compiled, ready for a backward."""
-        positions = pack.tensors["position_ids"]
-        attention = build_block_attention(self._layout, pack.anchors, positions)
-        return self._forward(self.features(pack), targets.block_ids, positions, targets.block_positions, attention)
+        return self._joined(self._captured(self._inputs_of(pack)))
 
     def block_targets(self, pack: TrainingPack) -> BlockTargets:
         """What the blocks of a pack read and must predict."""
-        config = self._config
-        return build_block_targets(
-            pack.tensors, pack.anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
-        )
+        return self._laid_out(self._inputs_of(pack), pack.anchors).targets
 
-    def _pack_loss(self, pack: TrainingPack) -> LossSums:
-        targets = self.block_targets(pack)
-        hidden = self.hidden_states(pack, targets)
-        return drafter_loss(hidden, self._head, targets, self._loss_config, self._chunk_loss, self._target_states(pack))
+    def hidden_states(self, pack: TrainingPack, targets: BlockTargets) -> Tensor:
+        """The drafter's output [A·B, D], through the function that this run has compiled, ready for a backward."""
+        inputs = self._inputs_of(pack)
+        masks = self._laid_out(inputs, pack.anchors).masks
+        return self._hidden_of(inputs, pack.anchors, LaidOut(targets, masks))
 
-    def _target_states(self, pack: TrainingPack) -> TargetStates | None:
+    def _make_recorder(self, spec: RunSpec) -> tuple[Recorder, Tensor | None]:
+        """With it, where the device reads the learning rate, so that a recorded update need not be told."""
+        parameters = sum(weight.numel() for weight in self.optimizer.parameters)
+        enabled, why = wants_graphs(spec, self.device, parameters)
+        if self.device.type == "cuda":
+            log_event(_log, "info", "cuda_graphs", used=enabled, because=why)
+        return Recorder(enabled), torch.zeros((), device=self.device) if enabled else None
+
+    def _inputs_of(self, pack: TrainingPack) -> dict[str, Tensor]:
+        """All that a step reads of a pack, by name; the features with the run's noise."""
+        names = self._config.feature_names
+        features = self._noise.add([pack.tensors[name] for name in names], pack.sequence_number)
+        return {
+            **{name: pack.tensors[name] for name in self._reads},
+            **dict(zip(names, features, strict=True)),
+            _ANCHOR_POSITIONS: pack.anchors.positions,
+            _ANCHOR_VALID: pack.anchors.valid,
+        }
+
+    def _train_pack(self, inputs: Mapping[str, Tensor], *, is_first: bool) -> Tensor:
+        """Forward, loss, backward; adds the gradients and returns the pack's `StepSums`."""
+        anchors = Anchors(inputs[_ANCHOR_POSITIONS], inputs[_ANCHOR_VALID])
+        laid_out = self._laid_out(inputs, anchors)
+        hidden = self._hidden_of(inputs, anchors, laid_out)
+        target = self._target_states(inputs, anchors)
+        sums = drafter_loss(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_loss, target)
+        gradients = torch.autograd.grad(sums.numerator, self.optimizer.parameters)
+        self.optimizer.add_gradients(gradients, is_first=is_first)
+        return StepSums.of(sums).values
+
+    def _update(self, sums: Mapping[str, Tensor], *, learning_rate: float | Tensor) -> Tensor:
+        """The optimizer's step from the packs' sums; what `PendingStep` reads."""
+        packs = [StepSums(vector) for vector in sums.values()]
+        totals = reduce(operator.add, packs)
+        numerator, weight = totals.values[0], totals.values[1]
+        # Slot 1 of a block weighs 1 under every scheme, so the weight is 0 or at least 1: nothing else is changed here.
+        applied = self.optimizer.apply(learning_rate, numerator, weight.clamp(min=1.0))
+        numerators = [pack.values[0] for pack in packs]
+        return torch.cat((totals.values, torch.stack((applied.gradient_norm, applied.applied, *numerators))))
+
+    def _laid_out(self, inputs: Mapping[str, Tensor], anchors: Anchors) -> LaidOut:
+        # Integers only; the mode is fixed because a compiled function has a graph for each.
+        with torch.no_grad():
+            return self._lay_out({name: inputs[name] for name in ROW_NAMES}, anchors)
+
+    def _hidden_of(self, inputs: Mapping[str, Tensor], anchors: Anchors, laid_out: LaidOut) -> Tensor:
+        attention = self._layout.attention(laid_out, inputs, anchors)
+        block_ids, block_positions = laid_out.targets.block_ids, laid_out.targets.block_positions
+        return self._forward(self._captured(inputs), block_ids, inputs["position_ids"], block_positions, attention)
+
+    def _target_states(self, inputs: Mapping[str, Tensor], anchors: Anchors) -> TargetStates | None:
         if not self._needs_target_states:
             return None
         final_norm = self.frozen.final_norm, self._config.rms_norm_eps
         return target_states(
-            pack.tensors[LAST_HIDDEN_STATE], pack.anchors, self._config.block_size, final_norm, self._compute_dtype
+            inputs[LAST_HIDDEN_STATE], anchors, self._config.block_size, final_norm, self._compute_dtype
         )
+
+    def _captured(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(inputs[name] for name in self._config.feature_names)
+
+    def _joined(self, captured: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(captured, dim=-1).to(self._compute_dtype)
 
     def _hidden_states(
         self,
-        features: Tensor,
+        captured: tuple[Tensor, ...],
         block_ids: Tensor,
         positions: Tensor,
         block_positions: Tensor,
         attention: BlockAttention,
     ) -> Tensor:
-        """features [T, n·D], block_ids and block_positions [A, B], positions [T] → [A·B, D]."""
+        """captured: n of [T, D]; block_ids and block_positions [A, B], positions [T] → [A·B, D]."""
         embeddings = self.frozen.embed(block_ids.flatten())
-        return self.drafter(features, embeddings, positions, block_positions.flatten(), attention)
+        return self.drafter(self._joined(captured), embeddings, positions, block_positions.flatten(), attention)

@@ -17,8 +17,11 @@ class StepScale(NamedTuple):
 class UpdateRule(Protocol):
     """Updates the masters of a segment from its gradient. Nothing waits for the host."""
 
-    def update(self, learning_rate: float, scale: StepScale) -> None:
-        """Change masters and state in place, or neither where `scale.not_finite` is 1. Uses up the gradient."""
+    def update(self, learning_rate: float | Tensor, scale: StepScale) -> None:
+        """Change masters and state in place, or neither where `scale.not_finite` is 1. Uses up the gradient.
+
+        `learning_rate`: a tensor, float32 [] on the device, where the step is recorded as a CUDA graph.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold to go on: views by key, float32; zeros in a new run."""

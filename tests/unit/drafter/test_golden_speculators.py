@@ -109,7 +109,7 @@ def test_labels_and_counted_slots(step: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loss_sums(step: SimpleNamespace, scheme: str) -> None:
-    theirs = dataclasses.replace(step.targets, counted=step.golden["counted"].view_as(step.targets.counted))
+    theirs = step.targets._replace(counted=step.golden["counted"].view_as(step.targets.counted))
     sums, expected = our_loss(step, scheme, theirs), RECORD["sums"][step.name]
     assert sums.numerator.item() == pytest.approx(expected[f"{scheme}_numerator"], rel=1e-5)
     assert sums.slot_count.sum().item() == expected["counted_slots"]

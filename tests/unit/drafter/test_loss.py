@@ -141,7 +141,7 @@ def test_chunks_are_equally_long_and_never_hold_all_rows() -> None:
 
 def test_no_counted_slot_gives_zero_and_a_zero_gradient() -> None:
     targets, _, hidden, head = case(8)
-    nothing = replace(targets, counted=torch.zeros_like(targets.counted))
+    nothing = targets._replace(counted=torch.zeros_like(targets.counted))
     for only_counted in (True, False):
         rows = hidden.clone().requires_grad_()
         sums = drafter_loss(rows, head, nothing, config_for("decay", 8, only_counted_rows=only_counted))

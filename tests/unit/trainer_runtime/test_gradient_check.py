@@ -171,7 +171,7 @@ def test_every_pack_of_every_length_is_compared_and_run(
     plan = replace(plan_of(spec), tensor_shapes=shapes, shorter_lengths=(TOKENS,))
     shapes_seen: list[int] = []
     forward = step._forward
-    monkeypatch.setattr(step, "_forward", lambda *inputs: (shapes_seen.append(len(inputs[0])), forward(*inputs))[1])
+    monkeypatch.setattr(step, "_forward", lambda *inputs: (shapes_seen.append(len(inputs[2])), forward(*inputs))[1])
     check_gradients(step, adversarial_batches(CPU, plan, torch.float32, vocab_size=90))
     assert shapes_seen == [TOKENS] * 5 + [2 * TOKENS] * 5, "the run's own function, in every declared shape"
     run_steps(step, adversarial_batches(CPU, plan, torch.float32, vocab_size=90))

@@ -22,9 +22,17 @@ def gradients(module: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in module.named_parameters()}
 
 
-def feed(optimizer: DrafterOptimizer, module: nn.Module, by_name: dict[str, Tensor], dtype: torch.dtype) -> None:
+def feed(
+    optimizer: DrafterOptimizer,
+    module: nn.Module,
+    by_name: dict[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    is_first: bool = True,
+) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    optimizer.add_gradients([by_name[names[id(parameter)]].to(dtype) for parameter in optimizer.parameters])
+    gradients = [by_name[names[id(parameter)]].to(dtype) for parameter in optimizer.parameters]
+    optimizer.add_gradients(gradients, is_first=is_first)
 
 
 def scalar(value: float) -> Tensor:
@@ -33,7 +41,7 @@ def scalar(value: float) -> Tensor:
 
 def test_equals_torch_adamw_with_clipping_over_several_packs() -> None:
     module, reference = make_module(), make_module()
-    optimizer = DrafterOptimizer(module, SPEC, compute_dtype=torch.float32, packs_per_step=2)
+    optimizer = DrafterOptimizer(module, SPEC, compute_dtype=torch.float32)
     matrices = [p for p in reference.parameters() if p.dim() >= 2]
     vectors = [p for p in reference.parameters() if p.dim() < 2]
     adamw = torch.optim.AdamW(
@@ -45,7 +53,7 @@ def test_equals_torch_adamw_with_clipping_over_several_packs() -> None:
     for step in range(4):
         first, second = gradients(module, 2 * step), gradients(module, 2 * step + 1)
         feed(optimizer, module, first, torch.float32)
-        feed(optimizer, module, second, torch.float32)
+        feed(optimizer, module, second, torch.float32, is_first=False)
         applied = optimizer.apply(1e-2, scalar(1.0), scalar(3.0))
         for name, parameter in reference.named_parameters():
             parameter.grad = (first[name] + second[name]) / 3.0

@@ -1,0 +1,131 @@
+"""CUDA graphs: what a function launches, recorded once and from then on launched as one. For steps bound by launches.
+
+A recorded function computes on the memory that it was recorded with: inputs are copied there, the output is overwritten
+by the next call. It must wait for nothing on the host, and read nothing there that changes.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
+
+Inputs = Mapping[str, Tensor]
+Function = Callable[[Inputs], Tensor]
+_Pool = Any  # torch names the type differently from version to version
+
+RUNS_BEFORE_RECORDING = 3
+"""What is compiled or tuned at a first call must be done by then; the warm-up runs every function more often."""
+_MOST_PARAMETERS = 100_000_000
+"""Up to here "auto" records. Beyond, a step computes for longer than its launches take, and the graph would only keep a
+second pool of memory."""
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Runs functions; once a function ran a few times, records it and replays the record instead."""
+
+    def __init__(self, enabled: bool) -> None:
+        """`enabled`: False runs everything as it is. One thread uses it, the one that computes."""
+        self._enabled = enabled
+        self._runs: Counter[Hashable] = Counter()
+        self._recorded: dict[Hashable, _Recorded] = {}
+        # One pool for all: memory that one function no longer needs serves the next.
+        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+
+    @property
+    def recorded(self) -> tuple[Hashable, ...]:
+        """Keys of what is replayed by now."""
+        return tuple(self._recorded)
+
+    def __call__(self, key: Hashable, function: Function, inputs: Inputs) -> Tensor:
+        """The function's result for these inputs.
+
+        Args:
+            key: of the function and of the shapes of its inputs; always the same function for the same key.
+            function: reads nothing but its inputs and memory that stays where it is.
+            inputs: device tensors.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED, the function cannot be recorded here.
+        """
+        if not self._enabled:
+            return function(inputs)
+        if key not in self._recorded:
+            if self._runs[key] < RUNS_BEFORE_RECORDING:
+                self._runs[key] += 1
+                return function(inputs)
+            self._recorded[key] = _Recorded(key, function, inputs, self._pool)
+        return self._recorded[key].replay(inputs)
+
+
+class _Recorded:
+    """One function at one shape."""
+
+    def __init__(self, key: Hashable, function: Function, inputs: Inputs, pool: _Pool) -> None:
+        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            # Recording forbids this thread what would make it wait; a feeder's copies in another one may go on.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self._output = function(self._inputs)
+        except RuntimeError as error:
+            raise SlipstreamError(
+                f"The training step ({key}) cannot be recorded as a CUDA graph: {error}",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy="Set train.cuda_graphs = false; every kernel is then launched by itself.",
+            ) from error
+        log_event(_log, "info", "step_recorded", part=str(key), gpu_gigabytes=_reserved_gigabytes())
+
+    def replay(self, inputs: Inputs) -> Tensor:
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._graph.replay()
+        # Out of the graph's memory: another graph of the pool, or the next replay, overwrites it.
+        return self._output.clone()
+
+
+def wants_graphs(spec: RunSpec, device: torch.device, num_parameters: int) -> tuple[bool, str]:
+    """Whether the step of this run is recorded, and why, in words.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, `train.cuda_graphs` is true where a step cannot be recorded.
+    """
+    setting = spec.train.cuda_graphs
+    if setting is False:
+        return False, "train.cuda_graphs is false"
+    obstacle = _obstacle(spec, device)
+    if obstacle and setting is True:
+        raise SlipstreamError(
+            f"train.cuda_graphs is true, but {obstacle}.",
+            reason=Reason.SPEC_INVALID,
+            remedy='Set train.cuda_graphs = false, or "auto".',
+        )
+    if obstacle:
+        return False, obstacle
+    if setting is True:
+        return True, "train.cuda_graphs is true"
+    size = f"{num_parameters / 1e6:.0f} million parameters"
+    if num_parameters > _MOST_PARAMETERS:
+        return False, f"{size}: computing takes longer than launching"
+    return True, f"{size}: launching takes longer than computing"
+
+
+def _obstacle(spec: RunSpec, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if spec.optimizer.kind != "adamw":
+        return f"{spec.optimizer.kind} takes its learning rate from the host"
+    return None
+
+
+def _reserved_gigabytes() -> float:
+    return round(torch.cuda.memory_reserved() / 1e9, 2)
