@@ -106,6 +106,9 @@ class DrafterSpec(Section):
     """One entry per draft layer; default: all full_attention."""
     sliding_window: PositiveInt | None = None
     """Window of the sliding layers, in positions."""
+    init_from: Name | None = None
+    """Directory of the drafter that step 0 begins with, on the trainer's machine: a checkpoint, or one in the format of
+    vLLM, SGLang or z-lab; default: drawn weights. Relative to the recipe's directory."""
 
     @model_validator(mode="after")
     def _mask_named_once(self) -> "DrafterSpec":
