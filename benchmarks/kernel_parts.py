@@ -52,6 +52,9 @@ def profile_steps(step: Callable[[], None], steps: int) -> dict[str, Any]:
     kernels = [
         (event.key, float(event.self_device_time_total), int(event.count))
         for event in profiler.key_averages()
-        if event.device_type == DeviceType.CUDA and event.self_device_time_total > 0
+        if event.device_type == DeviceType.CUDA
+        and event.self_device_time_total > 0
+        # Ranges that a library marks on the device's timeline hold kernels that are counted by themselves.
+        and not getattr(event, "is_user_annotation", False)
     ]
     return group(kernels, steps)

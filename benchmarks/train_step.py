@@ -24,14 +24,14 @@ from benchmarks.peers.workload import SIZES, TINY
 from benchmarks.results_file import RESULTS, write_results
 from benchmarks.train_step_rows import Measured, make_rows, table
 from benchmarks.worker_process import WorkerFailedError, WorkerProcess
-from slipstream.child_processes import sigterm_as_exit
+from slipstream.child_processes import one_gpu, sigterm_as_exit
 
 VARIANTS = ("ours", "ours-fp8", "specforge", "specforge-compiled", "specforge-shipped", "speculators")
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3
 BUILD_SECONDS = 300.0
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 300.0
 LEAST_SECONDS = 30.0
 """With less time than this, nothing new is begun."""
 MEMORY_TOKENS = 4000
@@ -86,13 +86,16 @@ class Seat:
     """A worker and what is known of it. After its first failure it is asked nothing more."""
 
     def __init__(self, worker: WorkerProcess, measured: Measured, deadline: float) -> None:
-        self.worker, self.measured = worker, measured
+        self.measured = measured
+        self._worker = worker
         self._deadline = deadline
         self.measured.build = self._heard(lambda: worker.answer(self._patience(BUILD_SECONDS))) or {}
+        if self.measured.build:
+            self.measured.build["first_step_seconds"] = self.measured.build["ready_at"] - worker.started_at
 
     def ask(self, do: str, **options: Any) -> dict[str, Any] | None:
         """Its answer; None if it failed, now or before."""
-        return self._heard(lambda: self.worker.ask(self._patience(ANSWER_SECONDS), do=do, **options))
+        return self._heard(lambda: self._worker.ask(self._patience(ANSWER_SECONDS), do=do, **options))
 
     def time(self, steps: int) -> float | None:
         """Median milliseconds of some steps, which are kept."""
@@ -148,34 +151,49 @@ class Benchmark:
         return f"{table(self._measured, rows, peak)}\n{path}\n"
 
     @contextmanager
-    def _seat(self, size: str, variant: str, environment: dict[str, str] | None = None) -> Iterator[Seat]:
-        measured = Measured(size, variant)
-        self._measured.append(measured)
+    def _seat(self, measured: Measured, environment: dict[str, str] | None = None) -> Iterator[Seat | None]:
+        """A worker for a side, whose results go into `measured`; None where there is no time left for it."""
+        what = f"{measured.size} {measured.variant}"
         if self._deadline - time.monotonic() < LEAST_SECONDS:
             measured.failed = "left out: no time"
-        options = ["--variant", variant, "--size", size, "--device", self._args.device]
-        log = self._args.out / f"train_step-{size}-{variant}.log"
-        with WorkerProcess(["benchmarks.train_step_worker", *options], log, environment) as worker:
+            yield None
+            return
+        options = ["--variant", measured.variant, "--size", measured.size, "--device", self._args.device]
+        log = self._args.out / f"train_step-{measured.size}-{measured.variant}.log"
+        visible = one_gpu() if self._args.device == "cuda" else {}
+        with WorkerProcess(
+            ["benchmarks.train_step_worker", *options], log, {**visible, **(environment or {})}
+        ) as worker:
             seat = Seat(worker, measured, self._deadline)
-            sys.stderr.write(f"{size} {variant}: {measured.failed or 'ready'}\n")
+            if not measured.failed:
+                seconds = measured.build["first_step_seconds"]
+                sys.stderr.write(f"{what}: first step {seconds:.1f} s after its start\n")
             yield seat
-            if measured.failed:
-                sys.stderr.write(f"{size} {variant}: failed: {measured.failed}\n")
+        if measured.failed:
+            sys.stderr.write(f"{what}: failed: {measured.failed}\n")
+
+    def _noted(self, size: str, variant: str) -> Measured:
+        self._measured.append(Measured(size, variant))
+        return self._measured[-1]
 
     def _measure_size(self, size: str) -> None:
         others = [variant for variant in self._args.variants if variant != "ours" and size not in PEERLESS]
-        with self._seat(size, "ours") as ours:
+        with self._seat(self._noted(size, "ours")) as ours:
+            if ours is None:
+                return
             for variant in others:
                 self._measure_pair(ours, variant)
             if not others:
                 ours.time(self._args.steps)
             ours.measured.profile = ours.ask("profile") or {}
-            if SIZES.get(size, TINY).lengths and self._args.device == "cuda":
+            if size in PEERLESS:
                 ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS) or {}
                 ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
 
     def _measure_pair(self, ours: Seat, variant: str) -> None:
-        with self._seat(ours.measured.size, variant) as other:
+        with self._seat(self._noted(ours.measured.size, variant)) as other:
+            if other is None:
+                return
             steps = -(-self._args.steps // ROUNDS)
             for _ in range(ROUNDS):
                 mine, theirs = ours.time(steps), other.time(steps)
@@ -186,21 +204,20 @@ class Benchmark:
     def _measure_first_steps(self, size: str) -> None:
         """From exec to the first step: with an empty compile cache, then with what that left."""
         with tempfile.TemporaryDirectory(prefix="train-step-cache-") as cache:
+            environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
             for name in ("cold", "warm"):
-                environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-                with self._seat(size, "ours", environment) as seat:
-                    seat.measured.variant = f"ours, {name} cache"
-                    if seat.measured.build:
-                        seconds = seat.measured.build["first_step_at"] - seat.worker.started_at
-                        seat.measured.first_step_seconds = seconds
+                measured = self._noted(size, "ours")
+                with self._seat(measured, environment):
+                    measured.first_step_seconds = measured.build.get("first_step_seconds")
+                measured.variant = f"ours, {name} cache"
 
     def _measure_peak(self) -> None:
         if self._args.device != "cuda":
             return
-        with self._seat("A", "peak") as seat:
-            self._measured.remove(seat.measured)
-            if seat.measured.build:
-                self._peaks.append(seat.measured.build["peak_tflops"])
+        measured = Measured("A", "peak")
+        with self._seat(measured):
+            if measured.build:
+                self._peaks.append(measured.build["peak_tflops"])
 
 
 if __name__ == "__main__":

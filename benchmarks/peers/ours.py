@@ -69,9 +69,9 @@ class OurSide:
         return numbers.acceptance.loss
 
     def forward_backward(self, pack: Pack) -> None:
-        """One pack without the optimizer; its gradients are dropped."""
-        sums = self.training_step._pack_loss(TrainingPack(0, pack.tensors, pack.anchors))
-        torch.autograd.grad(sums.numerator, self.training_step.optimizer.parameters)
+        """What a step does with one pack before the optimizer updates anything."""
+        step = self.training_step
+        step._train_pack(step._inputs_of(TrainingPack(0, pack.tensors, pack.anchors)), is_first=True)
 
     def optimizer_bytes(self) -> int:
         """Memory that only an optimizer needs: float32 masters, gradients and moments."""

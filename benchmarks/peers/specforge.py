@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.optimizer import SharedOptimizer
+from benchmarks.peers.qwen3 import qwen3_config, round_parameters
 from benchmarks.peers.side import SideUnavailableError
 from benchmarks.peers.workload import (
     DECAY_GAMMA,
     LEARNING_RATE,
-    ROPE_THETA,
     Pack,
     Size,
     compute_dtype,
     drafter_weights,
     frozen_weights,
-    run_spec,
 )
-from drafter_trainer.optimizer import DrafterOptimizer
 
 VERSION = "0.2.0"
 
@@ -39,8 +38,7 @@ class SpecForgeSide:
     def __init__(self, size: Size, device: torch.device, *, compiled: bool = False) -> None:
         self.model = build_model(size, device)
         draft = self.model.draft_model
-        self._optimizer = DrafterOptimizer(draft, run_spec(size, device).optimizer, compute_dtype=compute_dtype(device))
-        self._optimizer.load_weights(drafter_weights(size, device))
+        self._optimizer = SharedOptimizer(draft, size, device)
         if compiled:
             draft.forward = torch.compile(draft.forward)
         self.description = (
@@ -55,8 +53,7 @@ class SpecForgeSide:
         self.model._sample_anchor_positions = lambda *_: anchors
         _, _, metrics = self.model(**model_inputs(pack))
         numerator, weight = metrics["loss_terms"]
-        self._optimizer.add_gradients(torch.autograd.grad(numerator, self._optimizer.parameters))
-        self._optimizer.apply(LEARNING_RATE, numerator.detach(), weight)
+        self._optimizer.step(numerator, weight)
         self._loss = numerator.detach() / weight
 
     def last_loss(self) -> float:
@@ -121,15 +118,11 @@ def build_model(size: Size, device: torch.device) -> Any:
         raise SideUnavailableError(
             f"specforge {VERSION} cannot be imported ({error}): pip install --no-deps specforge=={VERSION}"
         ) from error
-    dtype = compute_dtype(device)
     # flex_attention has no backward on a CPU.
     backend = "flex_attention" if device.type == "cuda" else "sdpa"
     with torch.device(device):
         draft = DFlashDraftModel(draft_config(size, backend))
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            # Parameters alone: `.to(dtype)` would round the rotary frequencies too, and change its loss.
-            parameter.data = parameter.data.to(dtype)
+    round_parameters(draft, compute_dtype(device))
     frozen = frozen_weights(size, device)
     embedding = nn.Embedding.from_pretrained(frozen.embedding)
     with torch.device("meta"):
@@ -149,28 +142,11 @@ def build_model(size: Size, device: torch.device) -> Any:
 
 
 def draft_config(size: Size, backend: str) -> Any:
-    """The Qwen3 configuration that its draft model reads."""
-    from transformers import Qwen3Config
-
-    config = Qwen3Config(
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        intermediate_size=size.intermediate,
-        vocab_size=size.vocab,
-        num_hidden_layers=size.layers,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        layer_types=["full_attention"] * size.layers,
-        attention_bias=False,
-        tie_word_embeddings=False,
-    )
+    """The configuration that its draft model reads."""
+    config = qwen3_config(size, backend)
     config.num_target_layers = size.target_layers
     config.block_size = size.block_size
     config.dflash_config = {"target_layer_ids": list(size.target_layer_ids), "mask_token_id": size.vocab - 1}
-    config._attn_implementation = backend
     return config
 
 

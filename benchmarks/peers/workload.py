@@ -180,6 +180,15 @@ def frozen_weights(size: Size, device: torch.device) -> FrozenWeights:
     return FrozenWeights(embedding, head, torch.ones(size.hidden, device=device), 1.0)
 
 
+def certain_states(pack: Pack, frozen: FrozenWeights) -> Tensor:
+    """Last hidden states [T, D] of a target whose most likely next token is the recorded one.
+
+    Speculators takes its labels from them; so they are the tokens that all others take from the pack.
+    """
+    following = pack.tensors["input_ids"].long().roll(-1)
+    return frozen.head[following]
+
+
 def drafter_weights(size: Size, device: torch.device) -> dict[str, Tensor]:
     """Float32 weights by name, the names that all sides use: matrices normal(0, 0.02), norms one."""
     with torch.device("meta"):
@@ -238,12 +247,16 @@ def _turns(rng: np.random.Generator, length: int, block_size: int) -> Tensor:
 
 
 def _draw(size: Size, rows: Mapping[str, Tensor], number: int) -> Anchors:
-    """Equally many anchors for every document."""
+    """Equally many anchors for every document, none in its last block: speculators indexes all slots of a block."""
+    if size.lengths:
+        return draw_anchors(rows["loss_mask"], rows["document_ids"], size.anchors, 0, number)
     per_document, length = size.anchors // size.documents, -(-len(rows["input_ids"]) // size.documents)
     drawn = []
     for document in range(size.documents):
         part = slice(document * length, (document + 1) * length)
         seed = number * size.documents + document
-        anchors = draw_anchors(rows["loss_mask"][part], rows["document_ids"][part], per_document, 0, seed)
+        candidates = rows["loss_mask"][part].clone()
+        candidates[-size.block_size :] = 0
+        anchors = draw_anchors(candidates, rows["document_ids"][part], per_document, 0, seed)
         drawn.append(replace(anchors, positions=anchors.positions + torch.where(anchors.valid, part.start, 0)))
     return Anchors(torch.cat([a.positions for a in drawn]), torch.cat([a.valid for a in drawn]))
