@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
@@ -141,7 +142,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         target = link.handshake(saved.target_fingerprint if saved else None)
         step, config, plan = build_step(spec, link, target, device)
         with failures_reported(Phase.WEIGHTS):
-            source_of_weights = load_weights(step, run, spec)
+            source_of_weights = load_weights(step, run, spec, link.fingerprint)
         standing = join(link, run, spec, config, source_of_weights)
         total_steps = standing.total_steps
         options.agent.joined(standing.next_step, total_steps)
@@ -250,7 +251,7 @@ def hidden_state_names(spec: RunSpec, config: DrafterConfig) -> tuple[str, ...]:
     return config.feature_names + ((LAST_HIDDEN_STATE,) if spec.loss.needs_target_distribution else ())
 
 
-def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> SavedState | None:
+def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fingerprint: str) -> SavedState | None:
     """Fill weights, optimizer and generators in place; returns the checkpoint they came from, if any.
 
     The checkpoint is looked for again: while this process warmed up, a trainer that still runs has saved newer ones.
@@ -262,7 +263,7 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> SavedS
         directory = newest_checkpoint(run.checkpoints)
         checkpoint = load_checkpoint(directory) if directory else None
     if directory is None or checkpoint is None:
-        step.load_weights(step.first_weights(spec.train.seed))
+        step.load_weights(first_weights(step, spec, target_fingerprint))
         torch.manual_seed(spec.train.seed)
         return None
     check_same_run(checkpoint.state, spec, where=str(directory))
@@ -271,6 +272,22 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec) -> SavedS
     restore_rng_state(checkpoint.rng)
     log_event(_log, "info", "resumed", run=spec.name, next_step=checkpoint.state.cursor.next_step)
     return SavedState(directory, checkpoint.state)
+
+
+def first_weights(step: TrainingStep, spec: RunSpec, target_fingerprint: str) -> dict[str, Tensor]:
+    """What step 0 begins with, float32 on the CPU: drawn from the seed, or those of `drafter.init_from`.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, SPEC_INVALID: that drafter cannot be the beginning.
+    """
+    if spec.drafter.init_from is None:
+        return step.first_weights(spec.train.seed)
+    # Here, because it loads transformers, which training has no use for.
+    from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
+
+    tables = {"embed_tokens.weight": step.frozen.embedding, "lm_head.weight": step.frozen.head}
+    target = TrainedTarget(target_fingerprint, spec.target.dtype, tables)
+    return read_first_weights(Path(spec.drafter.init_from), step.drafter.config, target)
 
 
 def join(

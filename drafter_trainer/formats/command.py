@@ -147,7 +147,7 @@ def _recipe_lines(directory: Path, drafter: "PublishedDrafter") -> str:
     """The table `[drafter]` of a recipe that begins with this drafter."""
     import json
 
-    from drafter_trainer.formats.importing import recipe_settings
+    from drafter_trainer.formats.first_weights import recipe_settings
 
     lines = [f"{key} = {json.dumps(value)}" for key, value in recipe_settings(drafter.config).items()]
     return "\n".join(["[drafter]", f"init_from = {json.dumps(str(directory.absolute()))}", *lines]) + "\n"

@@ -14,8 +14,8 @@ from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.drafter_format import Verifier
-from drafter_trainer.formats.importing import as_module
 from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, read_licence
+from drafter_trainer.formats.module import as_module
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
 from drafter_trainer.formats.published import FORMATS
