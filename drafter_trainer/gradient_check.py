@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from drafter_trainer.anchors import Anchors, BlockTargets
+from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets
 from drafter_trainer.batch_source import TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter
@@ -40,6 +40,10 @@ _EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _FLOOR = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-12}
 """Relative errors that are never wrong: what rounding a gradient to bfloat16 costs; for float32, where kernels may sum
 in any order and use the fast exponential, half of TF32's."""
+_REMEDY = (
+    "Nothing was trained. A kernel of this torch is wrong for this GPU, head size or mask: install another torch "
+    "release, empty the compile cache, and report what slipstream doctor prints."
+)
 _MEMORY_SHARE = 32
 """Of the device's memory, for the reference's context."""
 
@@ -104,6 +108,7 @@ class GradientCheck:
     def add(self, pack: TrainingPack) -> None:
         """Compare one pack, which must be on the step's device. Runs the compiled function once, with its backward."""
         targets = self._step.block_targets(pack)
+        self._require_same_targets(pack, targets)
         part = self._slice(pack, targets)
         width = self._exact.config.hidden_size
         generator = torch.Generator().manual_seed(pack.sequence_number)
@@ -155,10 +160,25 @@ class GradientCheck:
                 f"The compiled drafter's gradients are wrong on this machine, compared with dense attention: "
                 f"{len(wrong)} of {len(errors.ours)} tensors, worst {'; '.join(map(errors.in_words, wrong[:3]))}.",
                 reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                remedy="Nothing was trained. A kernel of this torch is wrong for this GPU, head size or mask: install "
-                "another torch release, empty the compile cache, and report what slipstream doctor prints.",
+                remedy=_REMEDY,
             )
         return errors
+
+    def _require_same_targets(self, pack: TrainingPack, targets: BlockTargets) -> None:
+        """What a compiled function laid out, against the same integers one operation at a time."""
+        config = self._exact.config
+        plain = build_block_targets(
+            pack.tensors, pack.anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
+        )
+        pairs = zip(plain._fields, plain, targets, strict=True)
+        wrong = [name for name, expected, found in pairs if not torch.equal(expected, found)]
+        if wrong:
+            raise SlipstreamError(
+                f"The compiled layout of a pack's blocks is wrong on this machine: {', '.join(wrong)} differ from what "
+                "the same code gives uncompiled.",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy=_REMEDY,
+            )
 
     def _exact_leaves(self, ours: Sequence[Tensor], plain: Sequence[Tensor]) -> dict[str, Tensor]:
         """The master weights as leaves; the backward compares each gradient and lets it go."""
