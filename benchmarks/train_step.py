@@ -30,7 +30,7 @@ VARIANTS = ("ours", "ours-fp8", "specforge", "specforge-compiled", "specforge-sh
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3
-BUILD_SECONDS = 300.0
+BUILD_SECONDS = 500.0
 ANSWER_SECONDS = 300.0
 LEAST_SECONDS = 30.0
 """With less time than this, nothing new is begun."""

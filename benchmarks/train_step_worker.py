@@ -7,6 +7,7 @@ print goes to stderr.
 import argparse
 import itertools
 import json
+import logging
 import os
 import random
 import statistics
@@ -38,6 +39,7 @@ def main() -> int:
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     size = TINY if args.size == TINY.name else SIZES[args.size]
     return serve(Worker(args.variant, size, torch.device("cuda:0" if args.device == "cuda" else "cpu")), answers)
 
