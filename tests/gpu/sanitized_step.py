@@ -1,9 +1,9 @@
-"""One bucket of the real step under compute-sanitizer: `python -m tests.gpu.sanitized_step [memcheck|racecheck|initcheck]`.
+"""One bucket of the real step under compute-sanitizer: `python -m tests.gpu.sanitized_step [memcheck|racecheck]`.
 
 Starts itself again as `compute-sanitizer --tool memcheck … python -m tests.gpu.sanitized_step --inside`, with torch's
 caching allocator off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): in one large cached segment an access beyond a tensor is none
-beyond an allocation, and the tool would see nothing. Leaves with 0 where no kernel was at fault, 4 where the tool is not
-installed (it comes with the CUDA toolkit), else with 1.
+beyond an allocation, and the tool would see nothing. Leaves with 0 where no kernel was at fault, 4 where the tool is
+not installed (it comes with the CUDA toolkit), else with 1.
 
 Everything is compiled once before, outside, into the compile cache: the tool slows whatever a process does.
 """

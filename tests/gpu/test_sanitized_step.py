@@ -1,4 +1,4 @@
-"""No kernel of a step reads or writes outside its tensors: one bucket under compute-sanitizer, where it is installed."""
+"""No kernel of a step reads or writes outside its tensors: one bucket under compute-sanitizer, where that is."""
 
 import pytest
 
