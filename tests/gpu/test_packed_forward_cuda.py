@@ -61,3 +61,53 @@ def test_weights_go_to_the_device_and_frozen_ones_come_back(tmp_path: Path) -> N
     target = TargetModel.load(TargetSpec(model=str(save_tiny_target(tmp_path)), dtype="bfloat16"), device="cuda")
     assert target.device == torch.device("cuda", 0)
     assert {weight.device.type for weight in target.frozen_weights().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])
+def test_compiled_layers(family: Family, kinds: int, tmp_path: Path) -> None:
+    save_tiny_target(tmp_path, family)
+    forward = PackedForward(load_tiny_target(tmp_path, "bfloat16", "cuda").model, backend="inductor")
+    rows = sum(LONG_LENGTHS)
+    assert forward.prepare(rows) == kinds
+    for lengths in (LONG_LENGTHS, LENGTHS):
+        tokens = random_tokens(rows)
+        captured = forward.capture(tokens, lengths, range(4), last_hidden_state=True)
+        exact = alone(load_reference(tmp_path, "float32", "cuda"), tokens, lengths)
+        for ours, truth in zip(by_layer(captured, 4), exact, strict=True):
+            used = ours[: sum(lengths)]
+            assert ((used.float() - truth).abs().mean() / truth.abs().mean()).item() < 0.02
+            assert not ours[sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packs_lie_in_their_slots_while_the_next_is_computed(compiled: bool, tmp_path: Path) -> None:
+    """The engine as it runs: two packs under way, copies on a stream of their own, slots read afterwards."""
+    from slipstream.run_spec.spec import TargetSpec
+    from slipstream.wire.codec import view_tensor
+    from target_server.lease_ledger import Ask
+    from target_server.target_model import TargetModel
+    from tests.fakes.served_model import data_spec_json, write_conversations, write_tiny_target
+    from tests.unit.target_server.test_streams import Engine, SubscriptionTerms
+
+    spec = TargetSpec(model=str(write_tiny_target(tmp_path / "model")), dtype="bfloat16", compile=compiled)
+    engine = Engine(TargetModel.load(spec, device="cuda"), tmp_path)
+    conversations = write_conversations(tmp_path / "conversations.jsonl")
+    terms = SubscriptionTerms("runs/a", data_spec_json(conversations), (0, 2), False, 1)
+    name, stream_name = engine.join(terms)
+    stream = engine.catalog.get(stream_name)
+    engine.ledger.lease(name, Ask(1, 4))
+    works = [engine.queue.next_work(0.0) for _ in range(4)]
+    for work in works:
+        assert work is not None
+        engine.producer._launch(work)
+    engine.producer._settle()
+    for work in works:
+        assert work is not None
+        pack = stream.sequence.pack(work.sequence_number)
+        expected = engine.target.capture(pack.token_ids, pack.document_lengths, (0, 2), False)
+        slot = stream.arena.slot(work.slot.index)
+        for tensor in stream.layout.specs:
+            if tensor.name in expected:
+                assert torch.equal(view_tensor(slot, tensor), expected[tensor.name].cpu())
+    assert len(engine.ledger.lease(name, Ask(1, 4)).leases) == 4
+    engine.close()
