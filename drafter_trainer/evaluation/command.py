@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
 from drafter_trainer.evaluation.prompts import load_prompts
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
+from drafter_trainer.formats.published_run import is_published, run_of_published
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command; what is left out comes from the run definition in the checkpoint."""
     parser.add_argument(
-        "checkpoint", type=Path, help="checkpoint directory, or a run directory (its latest checkpoint)"
+        "checkpoint", type=Path, help="checkpoint, run directory (its latest one), or an exported or published drafter"
     )
     parser.add_argument("--target-model", help="directory, hub name or .gguf of the target; default: the run's")
     parser.add_argument("--prompts", type=Path, help="JSONL with one prompt a line; default: the run's eval.prompts")
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds as CUDA graphs over caches of fixed size (default: no)",
     )
     parser.add_argument("--output", type=Path, help="write the report as JSON")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from drafter_trainer.evaluation.report import print_report, write_report
+    from drafter_trainer.evaluation.report_pages import write_pages
 
     # The table first: it must not be lost where the file cannot be written.
     print_report(report, Console(file=sys.stdout))
     if args.output:
         write_report(args.output, report)
+    if args.report:
+        write_pages(args.report, report)
     if not report["lossless"]:
         raise SlipstreamError(
             "speculative output differs from plain greedy decoding by more than rounding explains (see above)",
@@ -90,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts; returns the report."""
     # What may be refused at once comes before torch, whose import takes many seconds.
-    directory, spec, fingerprint = open_checkpoint(args.checkpoint)
+    directory, spec, fingerprint = open_drafter_directory(args.checkpoint, args.target_model)
     prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
 
     import torch
@@ -157,7 +164,22 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         fixed_caches=fixed_caches,
         graphs=bool(args.graphs),
         sampling_seed=spec.train.seed,
+        with_texts=args.report is not None,
     )
+
+
+def open_drafter_directory(path: Path, target_model: str | None) -> tuple[Path, RunSpec, str | None]:
+    """The same for a drafter in one of the formats too; the fingerprint is None where nothing says it.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID; SPEC_INVALID, nothing says what the target is.
+    """
+    if not is_published(path):
+        return open_checkpoint(path)
+    try:
+        return path, *run_of_published(path, target_model)
+    except ValidationError as error:
+        raise _definition_invalid(path, error) from error
 
 
 def open_checkpoint(path: Path) -> tuple[Path, RunSpec, str]:
@@ -183,13 +205,17 @@ def open_checkpoint(path: Path) -> tuple[Path, RunSpec, str]:
     try:
         return directory, RunSpec.model_validate(state.spec), state.target_fingerprint
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise SlipstreamError(
-            f"the run definition in checkpoint {directory} cannot be understood: {key}: {first['msg']}",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy="It may come from another version of Slipstream; evaluate with that one.",
-        ) from error
+        raise _definition_invalid(directory, error) from error
+
+
+def _definition_invalid(directory: Path, error: ValidationError) -> SlipstreamError:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    return SlipstreamError(
+        f"the run definition in checkpoint {directory} cannot be understood: {key}: {first['msg']}",
+        reason=Reason.CHECKPOINT_INVALID,
+        remedy="It may come from another version of Slipstream; evaluate with that one.",
+    )
 
 
 def _prompts_path(args: argparse.Namespace, spec: RunSpec) -> Path:

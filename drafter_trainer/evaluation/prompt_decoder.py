@@ -13,14 +13,13 @@ from functools import cache
 import torch
 from jinja2.exceptions import TemplateError
 
-from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
-from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from drafter_trainer.evaluation.prompts import Prompt
+from drafter_trainer.evaluation.samples import token_texts
 from drafter_trainer.evaluation.setting import PLAIN, TRAINED, UNTRAINED, DecodingPlan, Setting
-from drafter_trainer.evaluation.target_check import check_fits
+from drafter_trainer.formats.opening import open_drafter
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -149,18 +148,17 @@ class PromptDecoder:
         """
         torch.set_num_threads(plan.threads)
         # The small file first: a damaged checkpoint is found before minutes are spent on the target.
-        text, weights = load_drafter_weights(plan.checkpoint)
-        config = DrafterConfig.from_json(text)
+        opened = open_drafter(plan.checkpoint)
         target = load_causal_lm(plan.target, plan.device)
         target_config = read_target_facts(target.model, target.tokenizer).config
-        check_fits(config, target_config)
+        config = opened.for_target(target, target_config, end_ids(target))
         drafters = {}
         if plan.untrained_seed is not None:
             drafters[UNTRAINED] = DFlashDrafter(config)
             final_norm = read_frozen_weights(target.model, target_config)["norm.weight"]
             initialise_weights(drafters[UNTRAINED], plan.untrained_seed, final_norm.float())
         drafters[TRAINED] = DFlashDrafter(config)
-        drafters[TRAINED].load_state_dict(weights)
+        drafters[TRAINED].load_state_dict(opened.weights)
         placed = {
             name: drafter.to(target.model.device, target.model.dtype).eval() for name, drafter in drafters.items()
         }
@@ -184,7 +182,8 @@ class PromptDecoder:
                 reason=Reason.OUT_OF_MEMORY,
                 remedy="Lower --batch-sizes or --max-new-tokens.",
             ) from error
-        return [{label: decoded[row] for label, decoded in by_way.items()} for row in range(len(prompts))]
+        rows = ({label: decoded[row] for label, decoded in by_way.items()} for row in range(len(prompts)))
+        return [self._with_texts(row) for row in rows]
 
     def _decode_at_once(self, label: str, ids: list[torch.Tensor], setting: Setting) -> list[Decoded]:
         assert self._plan is not None
@@ -211,7 +210,13 @@ class PromptDecoder:
         if not self._warm:
             self._decode_all_ways(ids, WARM_UP_TOKENS)
             self._warm = True
-        return self._decode_all_ways(ids, self.max_new_tokens)
+        return self._with_texts(self._decode_all_ways(ids, self.max_new_tokens))
+
+    def _with_texts(self, by_way: dict[str, Decoded]) -> dict[str, Decoded]:
+        if self._plan is not None and self._plan.with_texts:
+            for label in self.drafters:
+                by_way[label].texts = token_texts(self.target.tokenizer, by_way[label].tokens)
+        return by_way
 
     def _ids(self, prompt: Prompt) -> torch.Tensor:
         rendered = self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)

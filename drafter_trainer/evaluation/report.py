@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter_trainer.evaluation.compare import Comparison, Tally
+from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import COVERAGE, RESAMPLES, SEED, intervals
 from drafter_trainer.evaluation.losslessness import Difference
+from drafter_trainer.evaluation.prompts import Prompt
+from drafter_trainer.evaluation.samples import pieces
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -46,6 +49,24 @@ def to_dict(comparisons: Mapping[Setting, Comparison], settings: dict[str, Any])
         "lossless": all(found["lossless"] for found in greedy),
         "differences": (greedy or by_setting)[0]["differences"],
         "by_setting": by_setting,
+        "samples": [
+            _sample(setting, label, prompt, decoded)
+            for setting, comparison in comparisons.items()
+            for label, kept in comparison.samples.items()
+            for prompt, decoded in kept
+            if decoded.texts
+        ],
+    }
+
+
+def _sample(setting: Setting, label: str, prompt: Prompt, decoded: Decoded) -> dict[str, Any]:
+    return {
+        "setting": setting.in_words(),
+        "decoding": label,
+        "source": prompt.source,
+        "prompt": prompt.id,
+        "question": prompt.messages[-1]["content"],
+        "pieces": pieces(decoded),
     }
 
 
@@ -97,7 +118,15 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, the file cannot be written.
     """
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of the report.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED, the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -105,7 +134,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
         raise SlipstreamError(
             f"the report cannot be written to {path}: {error.strerror}",
             reason=Reason.PATH_NOT_ALLOWED,
-            remedy="Give --output a file in a directory that you may write to.",
+            remedy="Give --output a file, or --report a directory, that you may write to.",
         ) from error
 
 
@@ -154,6 +183,8 @@ def target_in_words(settings: dict[str, Any]) -> str:
     """Whether these are numbers of the drafter with its own target."""
     if settings["target_verified"]:
         return "Target verified: its files are those that the drafter was trained with."
+    if settings["target_verified"] is None:
+        return f"Target not verified: the drafter's files do not say whether {settings['target']} is theirs."
     return f"Target not verified: {settings['target']} is another one than the drafter was trained for, as allowed."
 
 

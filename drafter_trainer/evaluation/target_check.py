@@ -9,21 +9,25 @@ from slipstream.target_fingerprint import fingerprint_target
 from slipstream.wire.target_config import TargetConfig
 
 
-def is_training_target(used: TargetSpec, trained: TargetSpec, fingerprint: str, *, allow_other: bool) -> bool:
+def is_training_target(
+    used: TargetSpec, trained: TargetSpec, fingerprint: str | None, *, allow_other: bool
+) -> bool | None:
     """Compare the files of the target with the fingerprint in the checkpoint.
 
     Args:
         used: the target that decodes. Its dtype does not matter here: a target may be measured in another precision.
         trained: the run's; the fingerprint was taken in its dtype.
-        fingerprint: from the checkpoint.
+        fingerprint: from the checkpoint; None: a published drafter that names none.
         allow_other: a difference is meant.
 
     Returns:
-        False only where another target was allowed.
+        False only where another target was allowed; None where nothing says which one it was.
 
     Raises:
         SlipstreamError: TARGET_INCOMPATIBLE, it is another one and that is not allowed; MODEL_INVALID, there is none.
     """
+    if fingerprint is None:
+        return None
     found = fingerprint_target(locate_target(used), trained.dtype)
     if found == fingerprint:
         return True
