@@ -1,6 +1,6 @@
 """The directory of one run: who owns it, and where everything in it lies.
 
-    runs/<name>/{metrics.jsonl, spec.json, owner.json, owner.lock, checkpoints/{step-00000042/…, latest}}
+    runs/<name>/{metrics.jsonl, spec.json, memory.json, owner.json, owner.lock, checkpoints/{step-00000042/…, latest}}
 
 An agent adds definition.json, with which it starts the trainer, logs/attempt-0001.log, and run-uid: whose it all is.
 
@@ -121,6 +121,11 @@ class RunDirectory:
         """Keep the resolved run definition beside the results, for people; programs read it in the checkpoints."""
         with self.owned(incarnation), disk_errors_in_words(self.root):
             disk.write_atomically(self.root / "spec.json", spec_json + "\n")
+
+    def write_memory(self, report_json: str, incarnation: int) -> None:
+        """Keep what the device's memory was predicted and measured to hold, phase by phase."""
+        with self.owned(incarnation), disk_errors_in_words(self.root):
+            disk.write_atomically(self.root / "memory.json", report_json + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

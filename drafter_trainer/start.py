@@ -23,6 +23,7 @@ from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
+from drafter_trainer.memory import MemoryReport
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.progress import Progress
 from drafter_trainer.resume import check_same_length, check_same_run, restore_rng_state
@@ -140,10 +141,15 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         link = TargetLink(client, notice, spec, run, pin_memory=device.type == "cuda")
         leaving.callback(link.close)
         target = link.handshake(saved.target_fingerprint if saved else None)
-        step, config, plan = build_step(spec, link, target, device)
+        target_config = TargetConfig.from_json(target.target_config_json)
+        memory = MemoryReport(spec, target_config, device)
+        leaving.enter_context(memory.shortage_explained())
+        step, config, plan = build_step(spec, link, target, device, memory)
         with failures_reported(Phase.WEIGHTS):
             source_of_weights = load_weights(step, run, spec, link.fingerprint)
         standing = join(link, run, spec, config, source_of_weights)
+        with link.incarnation_held() as incarnation:
+            run.write_memory(memory.to_json(), incarnation)
         total_steps = standing.total_steps
         options.agent.joined(standing.next_step, total_steps)
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
@@ -209,7 +215,7 @@ def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> Check
 
 
 def build_step(
-    spec: RunSpec, link: TargetLink, target: pb.GetTargetResponse, device: torch.device
+    spec: RunSpec, link: TargetLink, target: pb.GetTargetResponse, device: torch.device, memory: MemoryReport
 ) -> tuple[TrainingStep, DrafterConfig, PackPlan]:
     """The step for this target, compiled and warmed up on CUDA; the plan lacks only its place in the stream.
 
@@ -222,8 +228,10 @@ def build_step(
         frozen = read_frozen_weights(
             link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
         )
+        memory.note("frozen weights")
     with failures_reported(Phase.DRAFTER):
         step = TrainingStep(config, frozen, spec)
+        memory.note("drafter and optimizer")
     plan = PackPlan(
         first_sequence_number=0,
         packs_per_step=spec.train.packs_per_step,
@@ -243,6 +251,8 @@ def build_step(
 
         with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
             warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
+    memory.take(step.memory)
+    memory.log()
     return step, config, plan
 
 

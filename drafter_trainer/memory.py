@@ -1,0 +1,225 @@
+"""Memory of the device, measured by phase during the warm-up and laid beside what the plan predicts.
+
+The numbers are the allocator's own, kept on the host: reading them waits for nothing, and outside the warm-up nothing
+is read. What the plan does not explain is a defect of the plan or of the step, and is said.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.plan.memory import OUTSIDE_ALLOCATOR, expected_in_warm_up, plan_memory
+from slipstream.plan.search import nearest_fit
+from slipstream.plan.sizes import RunSizes, TargetSizes
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.target_config import TargetConfig
+
+UNEXPLAINED_SHARE = 0.10
+_UNEXPLAINED_BYTES = 64 << 20
+"""Less than this is rounding, whatever share of a small drafter it is."""
+
+_log = logging.getLogger(__name__)
+
+
+class MemoryMeter:
+    """What the allocator held at its worst moment of each phase of a step. Silent but on CUDA, and after `close`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_open = device.type == "cuda"
+        self._peaks: dict[tuple[str, int], int] = {}
+        self.largest_reserved = 0
+        """Most that the allocator had of the device at once."""
+
+    def begin(self) -> None:
+        """What comes now belongs to the phase that ends next."""
+        if self._is_open:
+            self._note_reserved()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def ended(self, phase: str, tokens: int = 0) -> None:
+        """A phase of a step on a pack of so many tokens has ended; the next one begins."""
+        if self._is_open:
+            peak = torch.cuda.max_memory_allocated(self._device)
+            # The first run of a shape compiles and tries kernels, which takes memory that no later one needs.
+            self._peaks[phase, tokens] = min(peak, self._peaks.get((phase, tokens), peak))
+            self.begin()
+
+    def close(self) -> None:
+        """Measure no more."""
+        if self._is_open:
+            self._note_reserved()
+        self._is_open = False
+
+    def peaks(self) -> dict[str, int]:
+        """Bytes by phase, of the longest pack."""
+        found: dict[str, int] = {}
+        for (phase, _), peak in self._peaks.items():
+            found[phase] = max(peak, found.get(phase, 0))
+        return found
+
+    def _note_reserved(self) -> None:
+        self.largest_reserved = max(self.largest_reserved, torch.cuda.max_memory_reserved(self._device))
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes of one phase."""
+
+    phase: str
+    predicted: int
+    measured: int
+
+    @property
+    def difference(self) -> float:
+        """Measured above predicted, as a share of predicted."""
+        return (self.measured - self.predicted) / self.predicted
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the plan comes near enough."""
+        off = abs(self.measured - self.predicted)
+        return off <= max(UNEXPLAINED_SHARE * self.predicted, _UNEXPLAINED_BYTES)
+
+
+class MemoryReport:
+    """Predicted and measured memory of one run."""
+
+    def __init__(self, spec: RunSpec, target: TargetConfig, device: torch.device) -> None:
+        self._device = device
+        self._sizes = sizes_of(spec, target)
+        self._measured: dict[str, int] = {}
+        self._reserved = 0
+        on_gpu = device.type == "cuda"
+        self._total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+        self._plan = plan_memory(self._sizes, self._total)
+        self._expected = expected_in_warm_up(self._sizes, self._plan)
+
+    def note(self, phase: str) -> None:
+        """Something that stays was made: `phase` says what."""
+        if self._device.type == "cuda":
+            self._measured[phase] = torch.cuda.memory_allocated(self._device)
+
+    def take(self, meter: MemoryMeter) -> None:
+        """The warm-up has ended."""
+        meter.close()
+        self._measured |= meter.peaks()
+        self._reserved = meter.largest_reserved
+
+    def phases(self) -> list[PhaseMemory]:
+        """In the order in which they come; those that were measured."""
+        return [
+            PhaseMemory(phase, predicted, self._measured[phase])
+            for phase, predicted in self._expected.items()
+            if phase in self._measured
+        ]
+
+    def log(self) -> None:
+        """One line, and one more for every phase that the plan does not explain. Nothing on a CPU."""
+        if not self._measured:
+            return
+        words = {
+            phase.phase.replace(" ", "_"): f"{_mib(phase.measured)}/{_mib(phase.predicted)}" for phase in self.phases()
+        }
+        log_event(_log, "info", "memory", unit="MiB measured/predicted", **words, reserved=_mib(self._reserved))
+        for phase in self.phases():
+            if not phase.is_explained:
+                log_event(
+                    _log,
+                    "warning",
+                    "memory_unexplained",
+                    phase=phase.phase,
+                    predicted_mib=_mib(phase.predicted),
+                    measured_mib=_mib(phase.measured),
+                    difference=f"{phase.difference:+.0%}",
+                    defect="the plan's formulas or the step are wrong by more than 10 %; training goes on",
+                )
+
+    def to_json(self) -> str:
+        """For the run directory."""
+        return json.dumps(
+            {
+                "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+                "device_bytes": self._total,
+                "phases": [
+                    {
+                        "phase": phase.phase,
+                        "predicted_bytes": phase.predicted,
+                        "measured_bytes": phase.measured,
+                        "difference": round(phase.difference, 4),
+                        "explained": phase.is_explained,
+                    }
+                    for phase in self.phases()
+                ],
+                "reserved_bytes": self._reserved,
+                "predicted_parts": {
+                    "held": dict(self._plan.held),
+                    "phases": {phase: dict(parts) for phase, parts in self._plan.phases.items()},
+                    "outside": dict(self._plan.outside),
+                },
+                "predicted_peak_bytes": self._plan.peak_bytes,
+            },
+            indent=2,
+        )
+
+    @contextmanager
+    def shortage_explained(self) -> Iterator[None]:
+        """Add to an OUT_OF_MEMORY what was predicted, what was measured, and the nearest settings that fit."""
+        try:
+            yield
+        except SlipstreamError as error:
+            if error.reason is not Reason.OUT_OF_MEMORY or self._device.type != "cuda":
+                raise
+            free, total = torch.cuda.mem_get_info(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            raise SlipstreamError(
+                f"{error.message} {self.shortage_in_words(free, reserved)}",
+                reason=Reason.OUT_OF_MEMORY,
+                remedy=f"{self.way_out(free + reserved + OUTSIDE_ALLOCATOR, total)} {error.remedy}",
+            ) from error
+
+    def shortage_in_words(self, free: int, reserved: int) -> str:
+        """`free`: of the card; `reserved`: by this process's allocator."""
+        worst = self._plan.worst_phase
+        measured = ", ".join(f"{phase.phase} {_mib(phase.measured)} MiB" for phase in self.phases()) or "nothing yet"
+        others = max(0, self._total - free - reserved - OUTSIDE_ALLOCATOR)
+        return (
+            f"Predicted: at most {_mib(self._plan.peak_bytes)} MiB, in the {worst}. Measured: {measured}; now "
+            f"{_mib(reserved)} MiB reserved, {_mib(free)} free, about {_mib(others)} of other programs."
+        )
+
+    def way_out(self, limit: int, total: int) -> str:
+        """The nearest settings that fit into `limit` bytes of a device of `total`."""
+        # What was predicted to fit and did not must become smaller all the same.
+        limit = min(limit, round((1 - UNEXPLAINED_SHARE) * self._plan.peak_bytes))
+        fit = nearest_fit(self._sizes, limit, total)
+        if fit is None:
+            return f"No setting that slipstream plan tries fits into {_mib(limit)} MiB."
+        changes = " ".join(f"--set {setting}" for setting in fit.settings)
+        return f"Nearest settings that fit into {_mib(limit)} MiB: {changes}"
+
+
+def sizes_of(spec: RunSpec, target: TargetConfig) -> RunSizes:
+    """The plan's sizes of a run, from what the target server says of its model."""
+    facts = TargetSizes(
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        tie_word_embeddings=target.tie_word_embeddings,
+    )
+    return RunSizes.of(spec, facts)
+
+
+def _mib(size: int) -> int:
+    return round(size / (1 << 20))

@@ -1,0 +1,82 @@
+"""What a run costs besides memory: necessary work and time, bytes on the wire, bytes on the disk."""
+
+from dataclasses import dataclass
+
+from slipstream.plan.sizes import RunSizes
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """Of one run on one GPU."""
+
+    parameters: int
+    step_flop: float
+    step_seconds: float
+    tokens_per_second: float
+    total_steps: int | None
+    """None: the length of the data decides."""
+    wire_bytes_per_pack: int
+    wire_bytes_per_second: float
+    checkpoint_bytes: int
+    disk_bytes: int
+    """Of all that are kept, and one that is being written."""
+    host_bytes: int
+    """Page-locked: the copy that a checkpoint is written from."""
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Of the whole run; None where its length is not known."""
+        return None if self.total_steps is None else self.total_steps * self.step_seconds
+
+
+def step_flop(sizes: RunSizes) -> dict[str, float]:
+    """Necessary floating-point operations of one optimizer step, by term; an anchor sees half of its pack.
+
+    A product of [m, k] and [k, n] is 2·m·k·n. Layers: forward, gradient of input and of weight. The head is frozen: two
+    products. Attention: two products forward, five backward.
+    """
+    rows, tokens, hidden = sizes.block_rows, sizes.pack_tokens, sizes.hidden_size
+    projections = 2 * hidden * (sizes.query_width + sizes.key_width)
+    one_pack = {
+        "block projections": 6.0 * sizes.num_layers * rows * projections,
+        "block MLPs": 6.0 * sizes.num_layers * rows * 3 * hidden * sizes.intermediate_size,
+        "context keys and values": 6.0 * sizes.num_layers * tokens * 2 * hidden * sizes.key_width,
+        "fc": 6.0 * tokens * sizes.num_features * hidden * hidden,
+        "head": (6.0 if sizes.needs_target_distribution else 4.0) * rows * hidden * sizes.vocab_size,
+        "attention": 14.0 * sizes.num_layers * rows * (tokens / 2) * sizes.query_width,
+    }
+    return {term: sizes.packs_per_step * flop for term, flop in one_pack.items()}
+
+
+def checkpoint_bytes(sizes: RunSizes) -> int:
+    """Masters, the optimizer's state, the moving average: float32."""
+    states = sizes.matrix_parameters * (1 if sizes.optimizer == "muon" else 2) + 2 * sizes.vector_parameters
+    return _FLOAT * (sizes.parameters * (1 + sizes.moving_average) + states)
+
+
+def plan_cost(sizes: RunSizes, *, tflops: float, total_steps: int | None, keep: int) -> CostPlan:
+    """Predict.
+
+    Args:
+        sizes: of the run.
+        tflops: what the trainer achieves, in TFLOP/s of necessary work.
+        total_steps: of the run, where that is known.
+        keep: `checkpoint.keep`.
+    """
+    flop = sum(step_flop(sizes).values())
+    seconds = flop / (tflops * 1e12)
+    saved = checkpoint_bytes(sizes)
+    return CostPlan(
+        parameters=sizes.parameters,
+        step_flop=flop,
+        step_seconds=seconds,
+        tokens_per_second=sizes.packs_per_step * sizes.pack_tokens / seconds,
+        total_steps=total_steps,
+        wire_bytes_per_pack=sizes.pack_bytes,
+        wire_bytes_per_second=sizes.packs_per_step * sizes.pack_bytes / seconds,
+        checkpoint_bytes=saved,
+        disk_bytes=(keep + 1) * saved,
+        host_bytes=saved,
+    )

@@ -1,0 +1,199 @@
+"""What a training step needs of a device's memory, phase by phase, from sizes alone.
+
+A part is held from the start (frozen weights, masters, optimizer, packs) or within a phase. The allocator's high-water
+mark of a phase is what is held then plus what the phase adds; the plan's peak is the highest of them, with what lies
+outside the allocator and what it loses between its blocks.
+
+    forward → loss → backward → optimizer
+
+Activations: what a compiled layer keeps for its backward is what its products read or give, in the compute precision;
+norms, rotary embedding, activation and residual sums are computed again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.plan.sizes import RunSizes
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+OUTSIDE_ALLOCATOR = 640 * MIB
+"""CUDA context, loaded kernels, libraries: assumed. A 135M target's trainer on an H200 held 822 MiB of the card beside
+what torch reserved, the allocator's slack not included."""
+COMPILE_WORKSPACE = 64 * MIB
+"""cuBLAS and split-k workspaces, which stay: assumed."""
+SLACK_SHARE = 0.06
+"""Of the peak: rounding of blocks, and gaps between them: assumed."""
+
+_FLOAT = 4
+_LARGEST_LOGITS = 2 * GIB
+_LOGITS_SHARE = 64
+_PACKS_IN_USE = 1
+_PACKS_LET_GO = 1
+"""One whose step has ended, and whose memory still waits for the stream."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part; `total` of a phase is what the allocator holds at its worst moment."""
+
+    held: Mapping[str, int]
+    """From the start to the end of the run."""
+    phases: Mapping[str, Mapping[str, int]]
+    """What each phase has besides, by part."""
+    outside: Mapping[str, int]
+    """Beside the allocator, and what it loses."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Between two steps."""
+        return sum(self.held.values())
+
+    def phase_bytes(self, phase: str) -> int:
+        """Allocated at the worst moment of a phase."""
+        return self.held_bytes + sum(self.phases[phase].values())
+
+    @property
+    def worst_phase(self) -> str:
+        """The one that decides."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device: the worst phase, and what lies outside."""
+        return self.phase_bytes(self.worst_phase) + sum(self.outside.values())
+
+
+def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
+    """Predict a run on a GPU of so much memory, which decides the default chunk of the loss."""
+    saved = saved_activations(sizes)
+    kept = {
+        "activations": sum(saved.values()),
+        "hidden states": sizes.block_rows * sizes.hidden_size * sizes.compute_bytes,
+    }
+    phases = {
+        "forward": kept | {"a layer's intermediates": layer_intermediates(sizes)},
+        "loss": kept
+        | {"logits": logits_bytes(sizes, device_bytes), "gradient of the hidden states": kept["hidden states"]},
+        "backward": kept
+        | {
+            "gradient of the hidden states": 2 * kept["hidden states"],
+            "gradients as computed": sizes.parameters * sizes.compute_bytes,
+            "a layer's intermediates": backward_intermediates(sizes),
+        },
+        "optimizer": {"update": update_bytes(sizes)},
+    }
+    held = held_parts(sizes)
+    worst = sum(held.values()) + max(sum(parts.values()) for parts in phases.values())
+    outside = {"CUDA context": OUTSIDE_ALLOCATOR, "allocator slack": round(SLACK_SHARE * worst)}
+    return MemoryPlan(held, phases, outside)
+
+
+def held_parts(sizes: RunSizes) -> dict[str, int]:
+    """From the start to the end of the run, by part."""
+    parameters, table = sizes.parameters, sizes.vocab_size * sizes.hidden_size
+    matrices, vectors = sizes.matrix_parameters, sizes.vector_parameters
+    packs = max(sizes.prefetch_packs, sizes.packs_per_step) + sizes.packs_per_step * _PACKS_IN_USE + _PACKS_LET_GO
+    graph_inputs = sizes.pack_bytes * min(2, sizes.packs_per_step) if sizes.cuda_graphs else 0
+    return {
+        "embedding": table * sizes.compute_bytes,
+        "head": (0 if sizes.tie_word_embeddings else table * sizes.compute_bytes) + (2 * table if sizes.fp8 else 0),
+        "weights": weight_bytes(sizes),
+        "masters": parameters * _FLOAT,
+        "gradients": parameters * _FLOAT,
+        "optimizer": _FLOAT * (matrices * (1 if sizes.optimizer == "muon" else 2) + 2 * vectors),
+        "moving average": parameters * _FLOAT if sizes.moving_average else 0,
+        "packs": packs * sizes.pack_bytes + graph_inputs,
+        "workspace": COMPILE_WORKSPACE,
+    }
+
+
+def weight_bytes(sizes: RunSizes) -> int:
+    """Of the copies that the products read; float32 computes with the masters themselves."""
+    reduced = sizes.parameters * sizes.compute_bytes if sizes.compute_bytes < _FLOAT else 0
+    return reduced + (2 * sizes.num_layers * sizes.linear_parameters if sizes.fp8 else 0)
+
+
+def saved_activations(sizes: RunSizes) -> dict[str, int]:
+    """Kept from the forward for the backward, by part; all layers together."""
+    wide, rows, hidden = sizes.compute_bytes, sizes.block_rows, sizes.hidden_size
+    context = {
+        "context features": sizes.pack_tokens * sizes.num_features * hidden * wide,
+        "context": 2 * sizes.pack_tokens * hidden * wide,
+        "block embeddings": rows * hidden * wide,
+    }
+    if sizes.checkpointed_layers:
+        inputs = rows * hidden + 2 * sizes.pack_tokens * sizes.key_width
+        return context | {"layer inputs": sizes.num_layers * inputs * wide} | _one_layer(sizes)
+    return context | {part: sizes.num_layers * size for part, size in _one_layer(sizes).items()}
+
+
+def _one_layer(sizes: RunSizes) -> dict[str, int]:
+    wide, rows = sizes.compute_bytes, sizes.block_rows
+    before_norm = rows * sizes.query_width + (sizes.pack_tokens + rows) * sizes.key_width
+    attended = 2 * sizes.queries * sizes.query_width + 2 * sizes.keys * sizes.key_width
+    statistics = _FLOAT * (sizes.queries * sizes.num_attention_heads + 2 * rows)
+    return {
+        "residual stream": 2 * rows * sizes.hidden_size * wide,
+        "attention": (before_norm + attended) * wide,
+        "norms and softmax": statistics,
+        "MLP": 2 * rows * sizes.intermediate_size * wide,
+    }
+
+
+def layer_intermediates(sizes: RunSizes) -> int:
+    """At once in a layer's forward, and not kept: the product of the gate, or queries and keys before padding."""
+    return sizes.block_rows * max(sizes.intermediate_size, sizes.query_width) * sizes.compute_bytes
+
+
+def backward_intermediates(sizes: RunSizes) -> int:
+    """At once in a layer's backward: the gradients of gate and up with their product, and of the residual stream."""
+    widest = max(
+        3 * sizes.intermediate_size, 3 * sizes.query_width + 4 * sizes.key_width * sizes.keys // sizes.block_rows
+    )
+    return sizes.block_rows * (widest + 2 * sizes.hidden_size) * sizes.compute_bytes
+
+
+def bytes_per_logit(sizes: RunSizes) -> int:
+    """With gradient and what a softmax needs besides; as the trainer's loss counts it to choose its chunk."""
+    return 24 if sizes.needs_target_distribution else 8
+
+
+def chunk_blocks(sizes: RunSizes, device_bytes: int) -> int:
+    """Blocks whose logits exist at once: as the recipe says, or as many as a share of the device holds."""
+    rows = sizes.chunk_rows
+    if rows is None:
+        rows = min(_LARGEST_LOGITS, device_bytes // _LOGITS_SHARE) // (bytes_per_logit(sizes) * sizes.vocab_size)
+    most = max(1, rows // (sizes.block_size - 1))
+    chunks = -(-sizes.anchors_per_pack // most)
+    return -(-sizes.anchors_per_pack // chunks)
+
+
+def logits_bytes(sizes: RunSizes, device_bytes: int) -> int:
+    """Of one chunk."""
+    rows = chunk_blocks(sizes, device_bytes) * (sizes.block_size - 1)
+    return rows * sizes.vocab_size * bytes_per_logit(sizes)
+
+
+def update_bytes(sizes: RunSizes) -> int:
+    """Of the optimizer's step: nothing for AdamW, which works in place; Muon keeps the masters of before and
+    orthogonalises one matrix after the other."""
+    if sizes.optimizer == "adamw":
+        return 0
+    largest = max(sizes.num_features * sizes.hidden_size**2, sizes.hidden_size * sizes.intermediate_size)
+    return _FLOAT * sizes.matrix_parameters + 4 * 2 * largest + _FLOAT * largest
+
+
+def expected_in_warm_up(sizes: RunSizes, plan: MemoryPlan) -> dict[str, int]:
+    """What the allocator holds at the worst moment of each phase of the warm-up, where one pack is on the device."""
+    frozen = plan.held["embedding"] + plan.held["head"]
+    resident = plan.held_bytes - plan.held["packs"] - plan.held["workspace"]
+    more = sizes.pack_bytes + plan.held["workspace"]
+    return {
+        "frozen weights": frozen,
+        "drafter and optimizer": resident,
+        **{phase: resident + more + sum(parts.values()) for phase, parts in plan.phases.items()},
+    }

@@ -1,0 +1,137 @@
+"""The settings nearest to a recipe's with which a run fits: searched over a grid of changes, each with a price.
+
+A price says how much a change is regretted. Cheap is what leaves the result as it is (a smaller chunk of logits, fewer
+packs ready, no graphs); dear is what trains something else (fewer anchors, a shorter pack, another optimizer, fewer
+layers). The cheapest combination that fits is the nearest.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.plan.memory import chunk_blocks, plan_memory
+from slipstream.plan.sizes import RunSizes
+
+_ANCHOR_MULTIPLE = 8
+_TOKEN_MULTIPLE = 128
+_LEAST_PREFETCH = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting to another value; `price` 0 leaves it as it is."""
+
+    settings: tuple[str, ...]
+    """Overrides, as `--set` takes them."""
+    price: float
+    applied: Callable[[RunSizes], RunSizes]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Changes with which a run fits, and what it then needs."""
+
+    settings: tuple[str, ...]
+    price: float
+    peak_bytes: int
+
+
+def nearest_fit(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> Fit | None:
+    """The cheapest changes with which the run fits; None where none of the grid does.
+
+    Args:
+        sizes: as the recipe has them.
+        limit_bytes: what the run may use of the device.
+        device_bytes: what the device has, which decides the default chunk of the loss.
+    """
+    combinations = itertools.product(*(list(knob) for knob in _knobs(sizes, device_bytes)))
+    best: Fit | None = None
+    for changes in combinations:
+        price = sum(change.price for change in changes)
+        if best is not None and price >= best.price:
+            continue
+        peak = _peak(sizes, changes, device_bytes)
+        if peak <= limit_bytes:
+            best = Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+    return best
+
+
+def single_fits(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> list[Fit]:
+    """For every setting that is enough alone: the least change of it. Arguments as of `nearest_fit`."""
+    found = []
+    for knob in _knobs(sizes, device_bytes):
+        for change in sorted(knob, key=lambda change: change.price):
+            peak = _peak(sizes, (change,), device_bytes)
+            if change.settings and peak <= limit_bytes:
+                found.append(Fit(change.settings, change.price, peak))
+                break
+    return sorted(found, key=lambda fit: fit.price)
+
+
+def _peak(sizes: RunSizes, changes: tuple[Change, ...], device_bytes: int) -> int:
+    for change in changes:
+        sizes = change.applied(sizes)
+    return plan_memory(sizes, device_bytes).peak_bytes
+
+
+def _knobs(sizes: RunSizes, device_bytes: int) -> list[Iterator[Change]]:
+    return [
+        _chunks(sizes, device_bytes),
+        _steps("stream.prefetch_packs", "prefetch_packs", sizes, {_LEAST_PREFETCH}, 0.1),
+        _flag("train.cuda_graphs=false", sizes.cuda_graphs, {"cuda_graphs": False}, 0.2),
+        _steps(
+            "train.anchors_per_pack", "anchors_per_pack", sizes, _shares(sizes.anchors_per_pack, _ANCHOR_MULTIPLE), 2.0
+        ),
+        _steps("data.pack_tokens", "pack_tokens", sizes, _shares(sizes.pack_tokens, _TOKEN_MULTIPLE), 3.0),
+        _flag("optimizer.kind=muon", sizes.optimizer == "adamw", {"optimizer": "muon"}, 4.0),
+        _flag("optimizer.ema_decay=", sizes.moving_average, {"moving_average": False}, 4.0),
+        _layers(sizes),
+    ]
+
+
+def _chunks(sizes: RunSizes, device_bytes: int) -> Iterator[Change]:
+    yield _as_it_is()
+    rows = chunk_blocks(sizes, device_bytes) * (sizes.block_size - 1)
+    for halvings in range(1, 6):
+        smaller = rows >> halvings
+        if smaller >= sizes.block_size - 1:
+            yield _change((f"loss.chunk_rows={smaller}",), 0.1 * halvings, {"chunk_rows": smaller})
+
+
+def _layers(sizes: RunSizes) -> Iterator[Change]:
+    """Features stay as many as they are."""
+    yield _as_it_is()
+    for fewer in range(sizes.num_layers - 1, 0, -1):
+        settings = (f"drafter.num_layers={fewer}", f"drafter.num_features={sizes.num_features}")
+        yield _change(settings, 8.0 * math.log2(sizes.num_layers / fewer), {"num_layers": fewer})
+
+
+def _flag(setting: str, possible: bool, values: dict[str, Any], price: float) -> Iterator[Change]:
+    yield _as_it_is()
+    if possible:
+        yield _change((setting,), price, values)
+
+
+def _steps(setting: str, field: str, sizes: RunSizes, values: set[int], price: float) -> Iterator[Change]:
+    """`price`: of half the value."""
+    yield _as_it_is()
+    now: int = getattr(sizes, field)
+    for value in sorted(values, reverse=True):
+        if value < now:
+            yield _change((f"{setting}={value}",), price * math.log2(now / value), {field: value})
+
+
+def _shares(value: int, multiple: int) -> set[int]:
+    """Eighths of a value, and halves of an eighth, that are multiples."""
+    eighths = {value * share // 64 // multiple * multiple for share in (56, 48, 40, 32, 24, 16, 8, 4, 2)}
+    return {share for share in eighths if share > 0}
+
+
+def _as_it_is() -> Change:
+    return Change((), 0.0, lambda sizes: sizes)
+
+
+def _change(settings: tuple[str, ...], price: float, values: dict[str, Any]) -> Change:
+    return Change(settings, price, lambda sizes: replace(sizes, **values))

@@ -1,0 +1,171 @@
+"""The sizes that decide what a run costs: of the target, of the drafter, of a pack, of a step. Numbers only."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NORMS_OF_A_LAYER = 2
+TILE = 128
+"""Edge of an attention tile: queries and keys are padded to it."""
+MOST_RECORDED_PARAMETERS = 100_000_000
+"""Of a drafter whose step train.cuda_graphs = "auto" records."""
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a drafter takes over from its target."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """One run on one device."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    num_layers: int
+    num_features: int
+    block_size: int
+    pack_tokens: int
+    """Tokens in a pack (T)."""
+    anchors_per_pack: int
+    """Anchors in a pack (A)."""
+    packs_per_step: int
+    prefetch_packs: int
+    compute_bytes: int
+    """Of a number in the drafter's precision."""
+    wire_bytes: int
+    """Of a number of the target's hidden states."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    moving_average: bool = False
+    needs_target_distribution: bool = False
+    fp8: bool = False
+    cuda_graphs: bool = False
+    checkpointed_layers: bool = False
+    """Activations inside a layer are computed again in the backward."""
+    chunk_rows: int | None = None
+    """Rows of logits at once; None: by the device's memory."""
+
+    @property
+    def block_rows(self) -> int:
+        """R = A·B."""
+        return self.anchors_per_pack * self.block_size
+
+    @property
+    def keys(self) -> int:
+        """Context and block keys of a layer, padded."""
+        return _padded(self.pack_tokens + self.block_rows)
+
+    @property
+    def queries(self) -> int:
+        """Block queries, padded."""
+        return _padded(self.block_rows)
+
+    @property
+    def query_width(self) -> int:
+        """Of all heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Of all key heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def linear_parameters(self) -> int:
+        """Of a draft layer's matrices."""
+        attention = 2 * self.hidden_size * (self.query_width + self.key_width)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of all matrices: `fc` and the layers'."""
+        return self.num_features * self.hidden_size**2 + self.num_layers * self.linear_parameters
+
+    @property
+    def vector_parameters(self) -> int:
+        """Of all norms."""
+        of_layer = _NORMS_OF_A_LAYER * self.hidden_size + 2 * self.head_dim
+        return 2 * self.hidden_size + self.num_layers * of_layer
+
+    @property
+    def parameters(self) -> int:
+        """What is trained."""
+        return self.matrix_parameters + self.vector_parameters
+
+    @property
+    def pack_bytes(self) -> int:
+        """Of a pack as a step reads it: ids, mask, positions, hidden states."""
+        states = self.num_features + self.needs_target_distribution
+        rows = 3 * 4 + 1
+        return self.pack_tokens * (states * self.hidden_size * self.wire_bytes + rows)
+
+    @classmethod
+    def of(cls, spec: RunSpec, target: TargetSizes) -> "RunSizes":
+        """Fill in what the recipe leaves to the target.
+
+        Raises:
+            SlipstreamError: SPEC_INVALID, heads that do not divide.
+        """
+        drafter, train = spec.drafter, spec.train
+        heads = drafter.num_attention_heads or target.num_attention_heads
+        kv_heads = drafter.num_key_value_heads or target.num_key_value_heads
+        if heads % kv_heads:
+            raise SlipstreamError(
+                f"{heads} attention heads are no multiple of {kv_heads} key/value heads",
+                reason=Reason.SPEC_INVALID,
+                remedy="Set drafter.num_attention_heads and drafter.num_key_value_heads so that they divide.",
+            )
+        features = drafter.target_layer_ids
+        sizes = cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=drafter.intermediate_size or target.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=drafter.head_dim or target.head_dim,
+            vocab_size=target.vocab_size,
+            tie_word_embeddings=target.tie_word_embeddings,
+            num_layers=drafter.num_layers,
+            num_features=len(features) if features else drafter.num_features or drafter.num_layers,
+            block_size=drafter.block_size,
+            pack_tokens=spec.data.pack_tokens,
+            anchors_per_pack=train.anchors_per_pack,
+            packs_per_step=train.packs_per_step,
+            prefetch_packs=spec.stream.prefetch_packs,
+            compute_bytes=_BYTES[train.precision],
+            wire_bytes=_BYTES[spec.target.dtype],
+            optimizer=spec.optimizer.kind,
+            moving_average=spec.optimizer.ema_decay is not None,
+            needs_target_distribution=spec.loss.needs_target_distribution,
+            fp8=train.fp8,
+            chunk_rows=spec.loss.chunk_rows,
+        )
+        return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
+
+
+def _records(spec: RunSpec, parameters: int) -> bool:
+    """As the trainer decides it on a GPU."""
+    if spec.train.cuda_graphs == "auto":
+        return spec.optimizer.kind == "adamw" and parameters <= MOST_RECORDED_PARAMETERS
+    return spec.train.cuda_graphs
+
+
+def _padded(length: int) -> int:
+    return -(-length // TILE) * TILE
