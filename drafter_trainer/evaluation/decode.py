@@ -33,6 +33,8 @@ class Decoded:
     """Tokens drafted per round; 0 in plain decoding."""
     drafts_accepted: list[int] = field(default_factory=list)
     """Matching prefix per round, before any cut."""
+    texts: list[str] = field(default_factory=list)
+    """What each token adds to the text; empty where no report asks for it."""
     decode_seconds: float = 0.0
     """All rounds, without the prefill."""
 

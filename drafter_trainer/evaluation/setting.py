@@ -45,6 +45,8 @@ class DecodingPlan:
     graphs: bool = False
     """Rounds are CUDA graphs. Needs fixed caches."""
     sampling_seed: int = 0
+    with_texts: bool = False
+    """Say what each token of a drafter's answer adds to the text."""
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def test_several_batch_sizes_and_temperatures(
     output = tmp_path / "eval.json"
     evaluation = evaluate(
         *(processes, trained, "--prompts", prompts, "--batch-sizes", "1,2", "--temperatures", "0,1"),
-        *("--max-new-tokens", "10", "--output", output, "--jobs", "2"),
+        *("--max-new-tokens", "10", "--output", output, "--jobs", "2", "--report", tmp_path / "pages"),
     )
     assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
     assert "one process decodes" in evaluation.output and " decoded prompts=12/12" in evaluation.output
@@ -88,6 +88,8 @@ def test_several_batch_sizes_and_temperatures(
             "all": 3,
         }
     assert report["results"] == report["by_setting"][0]["results"]
+    assert json.loads((tmp_path / "pages" / "eval.json").read_text()) == report
+    assert (tmp_path / "pages" / "eval.html").read_text().count('class="draft"') > 0
 
 
 def test_graphs_without_a_gpu_are_refused(processes: Processes, trained: Path, prompts: Path) -> None:
