@@ -35,7 +35,7 @@ class Recorder:
 
     def __init__(self, enabled: bool) -> None:
         """`enabled`: False runs everything as it is. One thread uses it, the one that computes."""
-        self._enabled = enabled
+        self.enabled = enabled
         self._runs: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, _Recorded] = {}
         # One pool for all: memory that one function no longer needs serves the next.
@@ -57,7 +57,7 @@ class Recorder:
         Raises:
             SlipstreamError: ENVIRONMENT_UNSUPPORTED, the function cannot be recorded here.
         """
-        if not self._enabled:
+        if not self.enabled:
             return function(inputs)
         if key not in self._recorded:
             if self._runs[key] < RUNS_BEFORE_RECORDING:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drafter_trainer.adamw import AdamW
 from drafter_trainer.ema import WeightAverage
 from drafter_trainer.flat_parameters import FlatLayout, FlatSegment
+from drafter_trainer.fused_adamw import AdamWUpdate, FusedAdamW
 from drafter_trainer.muon import MatrixMuon
 from drafter_trainer.update_rule import StepScale, UpdateRule
 from slipstream.run_spec.spec import OptimizerSpec
@@ -28,6 +29,15 @@ class AppliedStep:
     """Float32: 1, or 0 where loss or gradient was not finite and nothing was changed."""
 
 
+@dataclass(frozen=True)
+class FusedUpdate:
+    """`update`: a compiled `adamw_update`. `sums_gradients`: keep a float32 sum over the packs of a step; without it a
+    step has one pack, whose gradients are used as they were computed."""
+
+    update: AdamWUpdate
+    sums_gradients: bool
+
+
 class DrafterOptimizer:
     """Owns the master weights, the gradients (float32) and the optimizer state of a module whose parameters it takes
     over.
@@ -35,17 +45,27 @@ class DrafterOptimizer:
     Weight decay applies to matrices only: shrinking a norm's gain towards zero regularises nothing.
     """
 
-    def __init__(self, module: nn.Module, spec: OptimizerSpec, *, compute_dtype: torch.dtype) -> None:
-        """Move the parameters of `module` into flat buffers on their device; their values become float32 masters."""
+    def __init__(
+        self, module: nn.Module, spec: OptimizerSpec, *, compute_dtype: torch.dtype, fused: FusedUpdate | None = None
+    ) -> None:
+        """Move the parameters of `module` into flat buffers on their device; their values become float32 masters.
+
+        `fused`: for AdamW, instead of torch's kernel.
+        """
+        assert fused is None or spec.kind == "adamw"
         self._spec = spec
+        self._fused = fused
         matrices = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() >= 2]
         vectors = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() < 2]
         self.parameters: tuple[nn.Parameter, ...] = tuple(parameter for _, parameter in matrices + vectors)
         self._layout = FlatLayout.of(matrices + vectors)
         size, device = self._layout.size, self.parameters[0].device
-        self._master, self._gradient = torch.zeros(size, device=device), torch.zeros(size, device=device)
-        self._master_views, self._gradient_views = self._layout.views(self._master), self._layout.views(self._gradient)
-        torch._foreach_copy_(self._master_views, [parameter.detach() for parameter in self.parameters])
+        self._master = torch.zeros(size, device=device)
+        torch._foreach_copy_(self._layout.views(self._master), [parameter.detach() for parameter in self.parameters])
+        # Of the one pack of a step, as computed; else the sum over packs.
+        self._computed: list[Tensor] | None = [] if fused is not None and not fused.sums_gradients else None
+        self._gradient = torch.zeros(size if self._computed is None else 0, device=device)
+        self._gradient_views = [] if self._computed is not None else self._layout.views(self._gradient)
         self._compute = self._master if compute_dtype == torch.float32 else self._master.to(compute_dtype)
         for parameter, view in zip(self.parameters, self._layout.views(self._compute), strict=True):
             parameter.data = view
@@ -64,7 +84,10 @@ class DrafterOptimizer:
 
         `is_first`: of the step; its sum begins here.
         """
-        if is_first:
+        if self._computed is not None:
+            assert is_first, "steps of several packs need a sum"
+            self._computed = list(gradients)
+        elif is_first:
             torch._foreach_copy_(self._gradient_views, list(gradients))
         else:
             torch._foreach_add_(self._gradient_views, list(gradients))
@@ -80,17 +103,20 @@ class DrafterOptimizer:
             loss: float32 [], of the step.
             weight: float32 [], positive: what the summed numerators of the step are divided by.
         """
-        norm = torch.linalg.vector_norm(self._gradient) / weight
+        norm = self._gradient_norm() / weight
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         not_finite = (~finite).float()
         clip = (norm / self._spec.clip_norm).clamp(min=1.0)
         self._applied_steps += 1.0 - not_finite
         scale = StepScale(clip * weight, not_finite, self._applied_steps)
+        self._hand_over_computed()
         for rule in self._rules:
             rule.update(step_learning_rate, scale)
         if self._average is not None:
             self._average.update(self._applied_steps, finite.float())
-        self._refresh_compute_weights()
+        if self._fused is None:
+            self._refresh_compute_weights()
+        self._tell_of_new_weights()
         return AppliedStep(norm, finite.float())
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -107,12 +133,14 @@ class DrafterOptimizer:
         if self._average is not None:
             self._average.reset()
         self._refresh_compute_weights()
+        self._tell_of_new_weights()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Set in place what `state_tensors` returned, after `load_weights` with what `deployed_weights` returned."""
         for key, tensor in self.state_tensors().items():
             tensor.copy_(state[key])
         self._refresh_compute_weights()
+        self._tell_of_new_weights()
 
     def weights(self) -> dict[str, Tensor]:
         """Float32 master weights by parameter name; views, not copies."""
@@ -132,18 +160,44 @@ class DrafterOptimizer:
 
     def _make_rules(self, matrices: FlatLayout, vectors: FlatLayout) -> tuple[UpdateRule, ...]:
         """Matrices lie before vectors."""
-        end = matrices.size
+        end, spec = matrices.size, self._spec
         of_matrices = FlatSegment(matrices, self._master[:end], self._gradient[:end])
         of_vectors = FlatSegment(vectors, self._master[end:], self._gradient[end:])
-        spec = self._spec
+        if self._fused is not None:
+            reduced = self._compute is not self._master
+            return (
+                FusedAdamW(
+                    of_matrices, self._compute[:end] if reduced else None, spec, spec.weight_decay, self._fused.update
+                ),
+                FusedAdamW(of_vectors, self._compute[end:] if reduced else None, spec, 0.0, self._fused.update),
+            )
         body: UpdateRule = (
             MatrixMuon(of_matrices, spec) if spec.kind == "muon" else AdamW(of_matrices, spec, spec.weight_decay)
         )
         return body, AdamW(of_vectors, spec, 0.0)
 
+    def _gradient_norm(self) -> Tensor:
+        if self._computed is None:
+            return torch.linalg.vector_norm(self._gradient)
+        norms = torch._foreach_norm(self._computed, 2, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _hand_over_computed(self) -> None:
+        """To the rules, which give the memory back with the step."""
+        if self._computed is None:
+            return
+        begin = 0
+        for rule in self._rules:
+            assert isinstance(rule, FusedAdamW)
+            rule.computed = self._computed[begin : begin + rule.num_parameters]
+            begin += rule.num_parameters
+        self._computed = []
+
     def _refresh_compute_weights(self) -> None:
         if self._compute is not self._master:
             self._compute.copy_(self._master)
+
+    def _tell_of_new_weights(self) -> None:
         if self._on_new_weights is not None:
             # A compiled listener has one graph, in whichever mode the caller is.
             with torch.no_grad():

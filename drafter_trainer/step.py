@@ -25,9 +25,9 @@ from drafter_trainer.feature_noise import FeatureNoise
 from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
+from drafter_trainer.fused_adamw import adamw_update
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
-from drafter_trainer.memory import MemoryMeter
-from drafter_trainer.optimizer import DrafterOptimizer
+from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
 from drafter_trainer.pack_layout import ROW_NAMES, LaidOut, PackLayout
 from drafter_trainer.target_states import LAST_HIDDEN_STATE, TargetStates, target_states
@@ -100,7 +100,13 @@ class TrainingStep:
         with torch.device("meta"):
             drafter = DFlashDrafter(config)
         self.drafter = drafter.to_empty(device=self.device)
-        self.optimizer = DrafterOptimizer(self.drafter, spec.optimizer, compute_dtype=self._compute_dtype)
+        self._recorder = self._make_recorder(spec)
+        self.optimizer = DrafterOptimizer(
+            self.drafter, spec.optimizer, compute_dtype=self._compute_dtype, fused=self._fused_update(spec)
+        )
+        # Where the device reads the learning rate, so that neither a compiled nor a recorded update depends on it.
+        reads_rate = self.device.type == "cuda" and spec.optimizer.kind == "adamw"
+        self._rate = torch.zeros((), device=self.device) if reads_rate else None
         attention = self.drafter.attention_layout(spec.train.attention)
         self._layout = PackLayout(attention, config.block_size, config.mask_token_id)
         self._loss_config = resolve_loss_config(
@@ -133,9 +139,6 @@ class TrainingStep:
                 round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
         if round_weights is not None:
             self.optimizer.on_new_weights(round_weights)
-        self._recorder, self._rate = self._make_recorder(spec)
-        self.memory = MemoryMeter(self.device)
-        """Open during the warm-up."""
 
     def run(self, batch: StepBatch, learning_rate: float) -> PendingStep:
         """Train one step. Gradients of the packs' loss numerators are summed in float32 and divided by the step's
@@ -185,13 +188,24 @@ class TrainingStep:
         masks = self._laid_out(inputs, pack.anchors).masks
         return self._hidden_of(inputs, pack.anchors, LaidOut(targets, masks))
 
-    def _make_recorder(self, spec: RunSpec) -> tuple[Recorder, Tensor | None]:
-        """With it, where the device reads the learning rate, so that a recorded update need not be told."""
-        parameters = sum(weight.numel() for weight in self.optimizer.parameters)
+    def _make_recorder(self, spec: RunSpec) -> Recorder:
+        parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
         enabled, why = wants_graphs(spec, self.device, parameters)
         if self.device.type == "cuda":
             log_event(_log, "info", "cuda_graphs", used=enabled, because=why)
-        return Recorder(enabled), torch.zeros((), device=self.device) if enabled else None
+        return Recorder(enabled)
+
+    def _fused_update(self, spec: RunSpec) -> FusedUpdate | None:
+        """AdamW in one pass, on CUDA. A recorded step keeps its gradients where the next graph finds them."""
+        if self.device.type != "cuda" or spec.optimizer.kind != "adamw":
+            return None
+        from drafter_trainer.flex_policy import compile_owned
+
+        sums_gradients = self._recorder.enabled or spec.train.packs_per_step > 1
+        # A graph for matrices and one for norms, or one for each size of a parameter.
+        sizes = {parameter.numel() for parameter in self.drafter.parameters()}
+        update = compile_owned(adamw_update, name="adamw", graphs=2 if sums_gradients else len(sizes))
+        return FusedUpdate(update, sums_gradients)
 
     def _inputs_of(self, pack: TrainingPack) -> dict[str, Tensor]:
         """All that a step reads of a pack, by name; the features with the run's noise."""
@@ -206,18 +220,13 @@ class TrainingStep:
 
     def _train_pack(self, inputs: Mapping[str, Tensor], *, is_first: bool) -> Tensor:
         """Forward, loss, backward; adds the gradients and returns the pack's `StepSums`."""
-        self.memory.begin()
-        tokens = len(inputs["input_ids"])
         anchors = Anchors(inputs[_ANCHOR_POSITIONS], inputs[_ANCHOR_VALID])
         laid_out = self._laid_out(inputs, anchors)
         hidden = self._hidden_of(inputs, anchors, laid_out)
-        self.memory.ended("forward", tokens)
         target = self._target_states(inputs, anchors)
         sums = drafter_loss(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_loss, target)
-        self.memory.ended("loss", tokens)
         gradients = torch.autograd.grad(sums.numerator, self.optimizer.parameters)
         self.optimizer.add_gradients(gradients, is_first=is_first)
-        self.memory.ended("backward", tokens)
         return StepSums.of(sums).values
 
     def _update(self, sums: Mapping[str, Tensor], *, learning_rate: float | Tensor) -> Tensor:
@@ -227,7 +236,6 @@ class TrainingStep:
         numerator, weight = totals.values[0], totals.values[1]
         # Slot 1 of a block weighs 1 under every scheme, so the weight is 0 or at least 1: nothing else is changed here.
         applied = self.optimizer.apply(learning_rate, numerator, weight.clamp(min=1.0))
-        self.memory.ended("optimizer")
         numerators = [pack.values[0] for pack in packs]
         return torch.cat((totals.values, torch.stack((applied.gradient_norm, applied.applied, *numerators))))
 
