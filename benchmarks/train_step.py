@@ -40,7 +40,7 @@ LENGTH_STEPS = 200
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=_names((*SIZES, TINY.name)), default=list(SIZES), metavar="A,B,C")
+    parser.add_argument("--sizes", type=_names((*SIZES, TINY.name)), default=["A", "B", "C"], metavar=",".join(SIZES))
     parser.add_argument("--variants", type=_names(VARIANTS), default=list(VARIANTS), metavar=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=24, help="timed steps of every side, in all rounds together")
     parser.add_argument("--leave-by", type=float, default=3600.0, help="seconds from now; what is left out is said")

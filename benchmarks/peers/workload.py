@@ -85,8 +85,9 @@ SIZES = {
         documents=16,
     ),
 }
-"""A: Qwen3-8B, one conversation of 4096 tokens. B: 1024 anchors of 32 slots, four lengths. C: SmolLM2-135M, packs of
-its recipe."""
+"""A: Qwen3-8B, one conversation of 4096 tokens. A4: the same, four conversations. B: 1024 anchors of 32 slots, four
+lengths. C: SmolLM2-135M, packs of its recipe."""
+SIZES["A4"] = replace(SIZES["A"], name="A4", documents=4)
 TINY = Size("tiny", 64, 4, 2, 16, 96, 256, 8, (1, 3, 5), False, tokens=256, anchors=16, block_size=4, documents=2)
 """For tests on a CPU."""
 

@@ -1,6 +1,7 @@
 """The training benchmark: what it counts as work, that all sides do the same work, and what its table says."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,8 @@ import torch
 from benchmarks.flops import step_flops, total_tflop
 from benchmarks.kernel_parts import group, part_of
 from benchmarks.peers.ours import OurSide
-from benchmarks.peers.side import Side
+from benchmarks.peers.side import Side, SideUnavailableError
+from benchmarks.peers.stand_ins import STAND_INS, install_stand_ins
 from benchmarks.peers.workload import (
     DECAY_GAMMA,
     ROPE_THETA,
@@ -84,6 +86,21 @@ def test_a_peer_has_the_same_loss(package: str, make: Callable[[Size, torch.devi
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install --no-deps {package}")
     assert first_loss(make(SMALL, CPU), SMALL, 1) == pytest.approx(reference_loss(SMALL, 1), rel=1e-5)
+
+
+def test_a_stand_in_can_be_imported_and_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {"slipstream_no_such_package": "nothing needs it", "json": "is installed"}
+    monkeypatch.setitem(STAND_INS, "a peer", reasons)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    assert install_stand_ins("a peer") == ["slipstream_no_such_package"]
+    part = importlib.import_module("slipstream_no_such_package.part")
+    del sys.modules["slipstream_no_such_package.part"], sys.modules["slipstream_no_such_package"]
+
+    class Subclass(part.Base):  # type: ignore[name-defined, misc]
+        pass
+
+    with pytest.raises(SideUnavailableError, match=r"slipstream_no_such_package\.part\.read.*stand-in"):
+        part.read("a file")
 
 
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path) -> None:
