@@ -170,7 +170,9 @@ class BatchDecoder:
             self.drafter.extend(features, positions)
         choices, gaps = greedy_choices(logits)
         verdict = self._keep(logits, choices)
-        self.emitted.copy_(torch.cat((verdict.tokens, gaps, verdict.matched[:, None]), dim=1))
+        self.emitted[:, : self.block_size] = verdict.tokens
+        self.emitted[:, self.block_size : -1] = gaps
+        self.emitted[:, -1] = verdict.matched
         self.tokens[:, 0] = verdict.tokens.gather(1, verdict.matched[:, None])[:, 0]
         self.lengths.copy_(torch.minimum(self.lengths + verdict.matched + 1, self.limits))
 

@@ -52,16 +52,27 @@ class CachedStep:
     cache: StaticCache
     positions: Tensor
     """int64 [N, L]"""
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def causal_mask(self, window: int | None) -> Tensor:
-        """True = visible, bool [N, 1, L, S]; shared by the layers of a forward."""
-        if window not in self._masks:
-            keys = torch.arange(self.cache.length, device=self.positions.device)
-            distance = self.positions[:, None, :, None] - keys
+    def causal_mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """See `additive`; shared by the layers of a forward."""
+        key = (window, groups, dtype)
+        if key not in self._masks:
+            distance = key_distance(self.positions, self.cache.length)
             seen = distance >= 0
-            self._masks[window] = seen if window is None else seen & (distance < window)
-        return self._masks[window]
+            self._masks[key] = additive(seen if window is None else seen & (distance < window), groups, dtype)
+        return self._masks[key]
+
+
+def key_distance(positions: Tensor, length: int) -> Tensor:
+    """How far every cached token lies behind tokens at positions int [N, L] → int64 [N, L, S]."""
+    return positions[..., None] - torch.arange(length, device=positions.device)
+
+
+def additive(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores, [N, 1, groups · L, S], of what is seen, bool [N, L, S]: 0 or minus infinity."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf"))
+    return mask.repeat(1, groups, 1)[:, None]
 
 
 def attend(
@@ -71,7 +82,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of query [N, H, L, d] to keys and values [N, K, S, d] by mask [N, 1, L, S] → [N, H, L, d].
+    """Attention of query [N, H, L, d] to keys and values [N, K, S, d] → [N, H, L, d]; mask as `additive` makes it.
 
     float32 takes plain products: fused kernels may round float32 to fewer bits, and float32 is what proves
     losslessness. Fused kernels do not know caps on scores either.
@@ -82,7 +93,6 @@ def attend(
     scale = head_dim**-0.5 if scale is None else scale
     # Query heads that share a key head become further queries of it: no copy of the keys, and every kernel takes it.
     query = query.reshape(rows, keys.shape[1], groups * length, head_dim)
-    mask = mask.repeat(1, 1, groups, 1)
     if query.dtype == torch.float32 or soft_cap is not None:
         attended = _by_products(query, keys, values, mask, scale, soft_cap)
     else:
@@ -96,7 +106,7 @@ def _by_products(
     scores = query @ keys.transpose(2, 3) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    weights = (scores.float() + mask).softmax(dim=-1)
     return weights.to(query.dtype) @ values
 
 
@@ -122,7 +132,7 @@ def static_attention(
             "Use a target of another architecture.",
         )
     cached = step.cache.write(int(module.layer_idx), key, value, step.positions)  # type: ignore[arg-type]
-    mask = step.causal_mask(arguments.get("sliding_window"))
+    mask = step.causal_mask(arguments.get("sliding_window"), query.shape[1] // key.shape[1], query.dtype)
     attended = attend(query, cached, mask, arguments.get("scaling"), arguments.get("softcap"))
     return attended.transpose(1, 2), None
 

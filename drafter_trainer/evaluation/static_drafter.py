@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafter_trainer.drafter import DFlashDrafter
-from drafter_trainer.evaluation.static_attention import StaticCache, attend
+from drafter_trainer.evaluation.static_attention import StaticCache, additive, attend, key_distance
 
 
 class StaticDrafter:
@@ -80,17 +80,19 @@ class _BlockAttention:
         rows, length = self.positions.shape
         query, key, value = (_by_row(states, rows, length) for states in (query, key, value))
         cached = self.context.write(next(self._layer), key, value, self.positions)
-        return attend(query, cached, self._mask(sliding)).transpose(0, 1).flatten(1, 2)
+        mask = self._mask(sliding, query.shape[1] // key.shape[1], query.dtype)
+        return attend(query, cached, mask).transpose(0, 1).flatten(1, 2)
 
-    def _mask(self, sliding: bool) -> Tensor:
+    def _mask(self, sliding: bool, groups: int, dtype: torch.dtype) -> Tensor:
         if sliding not in self._masks:
-            keys = torch.arange(self.context.length, device=self.positions.device)
-            distance = self.positions[:, None, :, None] - keys
+            distance = key_distance(self.positions, self.context.length)
             if sliding:
                 assert self.window is not None
-                self._masks[sliding] = (distance >= 0) & (distance < self.window)
+                seen = (distance >= 0) & (distance < self.window)
             else:
-                self._masks[sliding] = (distance[:, :, -1:] >= 0).expand_as(distance)
+                # All of the block sees all of the block, which ends at its last position.
+                seen = (distance[:, -1:] >= 0).expand_as(distance)
+            self._masks[sliding] = additive(seen, groups, dtype)
         return self._masks[sliding]
 
 
