@@ -27,6 +27,7 @@ from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.fused_adamw import adamw_update
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.memory import MemoryMeter
 from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
 from drafter_trainer.pack_layout import ROW_NAMES, LaidOut, PackLayout
@@ -139,6 +140,8 @@ class TrainingStep:
                 round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
         if round_weights is not None:
             self.optimizer.on_new_weights(round_weights)
+        self.memory = MemoryMeter(self.device)
+        """Open during the warm-up."""
 
     def run(self, batch: StepBatch, learning_rate: float) -> PendingStep:
         """Train one step. Gradients of the packs' loss numerators are summed in float32 and divided by the step's
@@ -220,13 +223,18 @@ class TrainingStep:
 
     def _train_pack(self, inputs: Mapping[str, Tensor], *, is_first: bool) -> Tensor:
         """Forward, loss, backward; adds the gradients and returns the pack's `StepSums`."""
+        self.memory.begin()
+        tokens = len(inputs["input_ids"])
         anchors = Anchors(inputs[_ANCHOR_POSITIONS], inputs[_ANCHOR_VALID])
         laid_out = self._laid_out(inputs, anchors)
         hidden = self._hidden_of(inputs, anchors, laid_out)
+        self.memory.ended("forward", tokens)
         target = self._target_states(inputs, anchors)
         sums = drafter_loss(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_loss, target)
+        self.memory.ended("loss", tokens)
         gradients = torch.autograd.grad(sums.numerator, self.optimizer.parameters)
         self.optimizer.add_gradients(gradients, is_first=is_first)
+        self.memory.ended("backward", tokens)
         return StepSums.of(sums).values
 
     def _update(self, sums: Mapping[str, Tensor], *, learning_rate: float | Tensor) -> Tensor:
@@ -236,6 +244,7 @@ class TrainingStep:
         numerator, weight = totals.values[0], totals.values[1]
         # Slot 1 of a block weighs 1 under every scheme, so the weight is 0 or at least 1: nothing else is changed here.
         applied = self.optimizer.apply(learning_rate, numerator, weight.clamp(min=1.0))
+        self.memory.ended("optimizer")
         numerators = [pack.values[0] for pack in packs]
         return torch.cat((totals.values, torch.stack((applied.gradient_norm, applied.applied, *numerators))))
 
