@@ -173,7 +173,7 @@ def _wait_for_turn(file: IO[str], stop: threading.Event) -> None:
             log_event(_log, "info", "waiting_for_compile_cache", held_by=holder, lock=file.name)
             said = holder
         if stop.wait(_LOOK_AGAIN_SECONDS):
-            raise WaitInterruptedError
+            raise WaitInterruptedError(f"the compile cache, which is being filled by {holder}")
 
 
 def _lock(file: IO[str]) -> bool:

@@ -5,6 +5,7 @@ environment → target → frozen weights → drafter → warm-up → weights �
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
 from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
 from drafter_trainer.checkpoint_writer import CheckpointWriter
+from drafter_trainer.compile_cache import compiling_turn, use_compile_cache
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
@@ -33,8 +35,10 @@ from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
 from drafter_trainer.target_states import LAST_HIDDEN_STATE
+from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.machine_probe import package_version
 from slipstream.run_spec.device import resolve_device
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.reasons import Reason
@@ -91,8 +95,8 @@ def train(spec: RunSpec, options: RunOptions) -> int:
             with prepared_loop(spec, options, stop) as loop:
                 if not stop.event.is_set():
                     loop.run()
-        except WaitInterruptedError:
-            log_event(_log, "info", "stopped", step="none", detail="the target had not answered yet")
+        except WaitInterruptedError as interrupted:
+            log_event(_log, "info", "stopped", step="none", detail=interrupted.message)
             options.agent.ended("stopped")
             return 0
         how = _say_how_it_ended(spec, loop, stopped=stop.event.is_set(), by_hand=not options.agent.has_agent)
@@ -129,7 +133,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     Raises:
         SlipstreamError: whatever makes the run impossible.
     """
-    device = prepare_device(spec)
+    device, cache = prepare_device(spec)
     run = RunDirectory(options.run_directory)
     saved = find_saved_state(run, spec, resume=options.resume)
     notice = WaitNotice(options.target, options.agent)
@@ -145,6 +149,10 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory = MemoryReport(spec, target_config, device)
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
+        with compiling_turn(cache, compiled_for(spec, config, plan), stop.event):
+            warm_up_step(step, plan, target)
+        memory.take(step.memory)
+        memory.log()
         with failures_reported(Phase.WEIGHTS):
             source_of_weights = load_weights(step, run, spec, link.fingerprint)
         standing = join(link, run, spec, config, source_of_weights)
@@ -174,12 +182,16 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         yield TrainingLoop(parts, standing)
 
 
-def prepare_device(spec: RunSpec) -> torch.device:
+def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
     """Decide where to train; on CUDA, make sure that attention cannot run dense there.
 
+    Returns:
+        The device, and the folder of the shared compile cache, if there is one.
+
     Raises:
-        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED; what `use_compile_cache` raises.
     """
+    cache = None
     device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
     if device.type == "cuda":
         # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
@@ -188,13 +200,15 @@ def prepare_device(spec: RunSpec) -> torch.device:
         guards = check_environment(device)
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
+        versions = f"torch-{torch.__version__}", f"triton-{package_version('triton')}"
+        cache = use_compile_cache(os.environ, built_for=(*versions, torch.cuda.get_device_name(device)))
         configure_compiler(_DECLARED_GRAPHS)
         install_tripwire()
         self_test(device)
         log_event(_log, "info", "attention_guarded", guards=guards.in_words())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     log_event(_log, "info", "device", device=str(device), name=name, precision=spec.train.precision)
-    return device
+    return device, cache
 
 
 def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> CheckpointState | None:
@@ -217,10 +231,10 @@ def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> Check
 def build_step(
     spec: RunSpec, link: TargetLink, target: pb.GetTargetResponse, device: torch.device, memory: MemoryReport
 ) -> tuple[TrainingStep, DrafterConfig, PackPlan]:
-    """The step for this target, compiled and warmed up on CUDA; the plan lacks only its place in the stream.
+    """The step for this target, not warmed up; the plan lacks only its place in the stream.
 
     Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, LOSS_NOT_FINITE, OUT_OF_MEMORY.
+        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, OUT_OF_MEMORY.
     """
     target_config = TargetConfig.from_json(target.target_config_json)
     config = resolve_drafter_config(spec.drafter, target_config)
@@ -246,14 +260,29 @@ def build_step(
     log_event(
         _log, "info", "drafter", parameters=parameters, layers=config.num_layers, target_layers=config.target_layer_ids
     )
-    if device.type == "cuda":
-        from drafter_trainer.warmup import warm_up
-
-        with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
-            warm_up(step, plan, DTYPES[target.hidden_state_data_type], vocab_size=config.vocab_size)
-    memory.take(step.memory)
-    memory.log()
     return step, config, plan
+
+
+def warm_up_step(step: TrainingStep, plan: PackPlan, target: pb.GetTargetResponse) -> None:
+    """On CUDA: compile the step, compare its gradients, run it; nothing compiles afterwards.
+
+    Raises:
+        SlipstreamError: LOSS_NOT_FINITE, OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED.
+    """
+    if step.device.type != "cuda":
+        return
+    from drafter_trainer.warmup import warm_up
+
+    with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
+        feature_dtype = DTYPES[target.hidden_state_data_type]
+        warm_up(step, plan, feature_dtype, vocab_size=step.drafter.config.vocab_size)
+
+
+def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan) -> str:
+    """All of a run that decides what is compiled."""
+    train = spec.train.model_dump_json(include={"precision", "fp8", "cuda_graphs", "packs_per_step"})
+    shapes = f"{plan.pack_lengths} tokens, {plan.num_anchors} anchors"
+    return "\n".join((__version__, config.to_json(), train, spec.loss.model_dump_json(), shapes))
 
 
 def hidden_state_names(spec: RunSpec, config: DrafterConfig) -> tuple[str, ...]:

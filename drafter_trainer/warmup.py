@@ -85,6 +85,11 @@ def check_gradients(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]
     for _, batch in batches:
         check.add(batch.packs[0])
     errors = check.require_right()
+    if step.device.type == "cuda":
+        # The reference's memory is nothing that training needs, nor counts as its peak.
+        del check
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(step.device)
     log_event(
         _log, "info", "gradients_checked", tensors=len(errors.ours), nearest_to_bound=errors.in_words(errors.worst())
     )

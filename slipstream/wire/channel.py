@@ -69,10 +69,10 @@ _log = logging.getLogger(__name__)
 
 
 class WaitInterruptedError(SlipstreamError):
-    """The stop event was set, or the channel closed, while a call waited for the target."""
+    """The stop event was set, or the channel closed, while a call waited: for the target, if nothing else is said."""
 
-    def __init__(self) -> None:
-        super().__init__("Stopped while waiting for the target server.", reason=Reason.TARGET_UNREACHABLE)
+    def __init__(self, waited_for: str = "the target server") -> None:
+        super().__init__(f"Stopped while waiting for {waited_for}.", reason=Reason.TARGET_UNREACHABLE)
 
 
 class Backoff:
