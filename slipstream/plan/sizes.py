@@ -111,6 +111,11 @@ class RunSizes:
         return self.matrix_parameters + self.vector_parameters
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether a step has a float32 buffer for gradients; else the optimizer reads them as they were computed."""
+        return self.optimizer != "adamw" or self.packs_per_step > 1 or self.cuda_graphs
+
+    @property
     def pack_bytes(self) -> int:
         """Of a pack as a step reads it: ids, mask, positions, hidden states."""
         states = self.num_features + self.needs_target_distribution
