@@ -24,18 +24,22 @@ from slipstream.run_spec.spec import LossSpec, ObjectiveName
 _CPU_LOGITS_BYTES = 64 << 20
 _CUDA_LOGITS_BYTES = 2 << 30
 _CUDA_LOGITS_SHARE = 64
-_BYTES_PER_LOGIT = 8
-"""Cross-entropy alone: logits and their gradient at once, with what the softmax needs besides."""
+_BYTES_PER_LOGIT = {"cpu": 8, "cuda": 4}
+"""Cross-entropy alone: logits and their gradient at once. Eager on a CPU they are float32; compiled on CUDA they are
+bfloat16, and what the softmax needs besides is never written."""
 _BYTES_PER_LOGIT_WITH_TARGET = {"cpu": 48, "cuda": 24}
 """Two distributions, their logarithms, the gradient, an objective's intermediates. Eager on a CPU: measured, 24 for kl
 to 45 for all at once. Compiled on CUDA, where most of them are never written: assumed."""
+_CUDA_ROW_TILE = 128
+"""Rows of the head's product that a GPU computes together: a chunk of one row more takes as long as one of 128 more."""
 _LK_ETA = 3.0
 """The setting that the LK losses' paper recommends (arXiv 2602.23881)."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """A resolved `LossSpec`. `blocks_per_chunk`: blocks whose logits exist at once."""
+    """A resolved `LossSpec`. `blocks_per_chunk`: blocks whose logits exist at once, at most. `row_tile`: see
+    `_chunk_length`."""
 
     slot_weights: Literal["uniform", "decay", "dpace"]
     block_size: int
@@ -48,6 +52,7 @@ class LossConfig:
     objective: Mapping[ObjectiveName, float]
     """Names and weights; see `objectives`."""
     lk_eta: float
+    row_tile: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def resolve_loss_config(
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             budget = min(_CUDA_LOGITS_BYTES, total // _CUDA_LOGITS_SHARE)
-        per_logit = _BYTES_PER_LOGIT
+        per_logit = _BYTES_PER_LOGIT[device.type]
         if spec.needs_target_distribution:
             per_logit = _BYTES_PER_LOGIT_WITH_TARGET[device.type]
         rows = budget // (per_logit * vocab_size)
@@ -118,6 +123,7 @@ def resolve_loss_config(
         only_counted_rows=device.type == "cpu",
         objective=spec.objective,
         lk_eta=spec.lk_eta or _LK_ETA,
+        row_tile=_CUDA_ROW_TILE if device.type == "cuda" else 1,
     )
 
 
@@ -212,7 +218,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient = torch.zeros_like(blocks)
         numerator = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(counted)
-        for start, done, end in _chunks(len(labels), config.blocks_per_chunk):
+        for start, done, end in _chunks(len(labels), _chunk_length(len(labels), config)):
             part = slice(start, end)
             new = counted[part].clone()
             new[:done] = False
@@ -229,12 +235,28 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_numerator: Tensor, _by_correct: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * by_numerator).to(gradient.dtype), None, None, None, None, None, None, None
+        # In place: a second copy would exist while all activations still do. Nobody goes through here twice.
+        return gradient.mul_(by_numerator), None, None, None, None, None, None, None
 
 
-def _chunks(num_blocks: int, most_blocks: int) -> list[tuple[int, int, int]]:
+def _chunk_length(num_blocks: int, config: LossConfig) -> int:
+    """Blocks of every chunk: as few chunks as the limit allows, or, where rows are computed in tiles, the length that
+    fills them best; the longest of several that are equally good.
+
+    The last chunk may overlap its neighbour, and a tile is computed whole: what counts is all rows so computed.
+    """
+    most = min(config.blocks_per_chunk, num_blocks)
+    if config.row_tile == 1:
+        return -(-num_blocks // -(-num_blocks // most))
+    slots, tile = config.block_size - 1, config.row_tile
+
+    def rows_computed(length: int) -> int:
+        return -(-num_blocks // length) * (-(-length * slots // tile) * tile)
+
+    return min(range(most, 0, -1), key=rows_computed)
+
+
+def _chunks(num_blocks: int, length: int) -> list[tuple[int, int, int]]:
     """(start, blocks already done, end) of every chunk; all are equally long, so the last may overlap its neighbour."""
-    num_chunks = -(-num_blocks // most_blocks)
-    length = -(-num_blocks // num_chunks)
     begins = range(0, num_blocks, length)
     return [(start := min(begin, num_blocks - length), begin - start, start + length) for begin in begins]

@@ -10,7 +10,15 @@ from torch.nn import functional
 
 from drafter_trainer.acceptance import AcceptanceMetrics, StepSums
 from drafter_trainer.anchors import BlockTargets, build_block_targets, draw_anchors
-from drafter_trainer.loss import LossConfig, LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.loss import (
+    LossConfig,
+    LossSums,
+    _chunk_length,
+    _chunks,
+    drafter_loss,
+    loss_of_chunk,
+    resolve_loss_config,
+)
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
 from slipstream.run_spec.spec import LossSpec
 from tests.fakes.dense_reference import ReferenceSums, blocks_of, loss_of_blocks, slot_weight
@@ -195,3 +203,21 @@ def test_default_chunk_bounds_the_logits() -> None:
     )
     assert config.blocks_per_chunk * 7 * 49152 * 8 <= 64 << 20 < (config.blocks_per_chunk + 1) * 7 * 49152 * 8
     assert math.isclose(config.decay_gamma, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "most", "expected"),
+    [
+        (512, 16, 235, 128),  # 1920 rows are 15 tiles: nothing is computed in vain
+        (1024, 32, 69, 41),  # 1271 rows in 10 tiles, the last chunk overlaps by a block
+        (1024, 16, 728, 512),
+        (512, 16, 4, 4),
+        (5, 16, 728, 5),
+    ],
+)
+def test_chunks_fill_the_tiles_of_a_gpu(blocks: int, block_size: int, most: int, expected: int) -> None:
+    config = replace(config_for("decay", block_size, blocks_per_chunk=most), row_tile=128)
+    assert _chunk_length(blocks, config) == expected
+    parts = _chunks(blocks, expected)
+    assert [end - start for start, _, end in parts] == [expected] * len(parts)
+    assert sum(end - start - done for start, done, end in parts) == blocks
