@@ -1,23 +1,38 @@
-"""The optimizer of the peers' fair rows: ours, the very same object that our side trains with."""
+"""The optimizer of the peers' fair rows: ours, built as `TrainingStep` builds it, so that only the rest differs."""
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.workload import LEARNING_RATE, Size, compute_dtype, drafter_weights, run_spec
-from drafter_trainer.optimizer import DrafterOptimizer
+from drafter_trainer.fused_adamw import adamw_update
+from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 
 
 class SharedOptimizer:
-    """Flat fp32 masters, one fused AdamW, gradient clipping, bf16 weights for the module; loads the common weights."""
+    """Flat fp32 masters, AdamW in one pass, clipping, bf16 weights for the module; begins with the common weights."""
 
     def __init__(self, module: nn.Module, size: Size, device: torch.device) -> None:
         """Takes over the parameters of `module`, which must have the common names."""
         spec = run_spec(size, device).optimizer
-        self._optimizer = DrafterOptimizer(module, spec, compute_dtype=compute_dtype(device))
+        fused = _fused_update(module, device)
+        self._optimizer = DrafterOptimizer(module, spec, compute_dtype=compute_dtype(device), fused=fused)
+        # A number would be a constant of the compiled update.
+        self._rate = LEARNING_RATE if fused is None else torch.tensor(LEARNING_RATE, device=device)
         self._optimizer.load_weights(drafter_weights(size, device))
 
     def step(self, numerator: Tensor, weight: Tensor) -> None:
         """Backward of a pack's summed loss, then an update with the gradient divided by `weight`."""
         gradients = torch.autograd.grad(numerator, self._optimizer.parameters)
         self._optimizer.add_gradients(gradients, is_first=True)
-        self._optimizer.apply(LEARNING_RATE, numerator.detach(), weight)
+        del gradients
+        self._optimizer.apply(self._rate, numerator.detach(), weight)
+
+
+def _fused_update(module: nn.Module, device: torch.device) -> FusedUpdate | None:
+    """On CUDA, one graph for each size of a parameter."""
+    if device.type != "cuda":
+        return None
+    from drafter_trainer.flex_policy import compile_owned
+
+    sizes = {parameter.numel() for parameter in module.parameters()}
+    return FusedUpdate(compile_owned(adamw_update, name="adamw", graphs=len(sizes)), sums_gradients=False)

@@ -74,7 +74,7 @@ class OurSide:
         step._train_pack(step._inputs_of(TrainingPack(0, pack.tensors, pack.anchors)), is_first=True)
 
     def optimizer_bytes(self) -> int:
-        """Memory that only an optimizer needs: float32 masters, gradients and moments."""
+        """Memory that only an optimizer needs: float32 masters, moments, and gradient where there is one."""
         optimizer = self.training_step.optimizer
         tensors = (*optimizer.weights().values(), *optimizer.state_tensors().values(), optimizer._gradient)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
