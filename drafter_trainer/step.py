@@ -26,7 +26,7 @@ from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.fused_adamw import adamw_update
-from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.memory import MemoryMeter
 from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
@@ -225,6 +225,14 @@ class TrainingStep:
         """Forward, loss, backward; adds the gradients and returns the pack's `StepSums`."""
         self.memory.begin()
         tokens = len(inputs["input_ids"])
+        sums = self._pack_loss(inputs, tokens)
+        gradients = torch.autograd.grad(sums.numerator, self.optimizer.parameters)
+        self.optimizer.add_gradients(gradients, is_first=is_first)
+        self.memory.ended("backward", tokens)
+        return StepSums.of(sums).values
+
+    def _pack_loss(self, inputs: Mapping[str, Tensor], tokens: int) -> LossSums:
+        """A function of its own, so that the hidden states are gone before the backward: nothing there needs them."""
         anchors = Anchors(inputs[_ANCHOR_POSITIONS], inputs[_ANCHOR_VALID])
         laid_out = self._laid_out(inputs, anchors)
         hidden = self._hidden_of(inputs, anchors, laid_out)
@@ -232,10 +240,7 @@ class TrainingStep:
         target = self._target_states(inputs, anchors)
         sums = drafter_loss(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_loss, target)
         self.memory.ended("loss", tokens)
-        gradients = torch.autograd.grad(sums.numerator, self.optimizer.parameters)
-        self.optimizer.add_gradients(gradients, is_first=is_first)
-        self.memory.ended("backward", tokens)
-        return StepSums.of(sums).values
+        return sums
 
     def _update(self, sums: Mapping[str, Tensor], *, learning_rate: float | Tensor) -> Tensor:
         """The optimizer's step from the packs' sums; what `PendingStep` reads."""
