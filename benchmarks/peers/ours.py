@@ -42,6 +42,8 @@ class OurSide:
             from drafter_trainer.warmup import warm_up
 
             warm_up(self.training_step, pack_plan(size), compute_dtype(device), vocab_size=size.vocab)
+        # It resets the allocator's peaks at every phase, and the benchmark reads them.
+        self.training_step.memory.close()
         self.training_step.load_weights(drafter_weights(size, device))
         self.description = (
             f"drafter_trainer.step.TrainingStep, compiled, {'fp8' if fp8 else spec.train.precision} products, "
