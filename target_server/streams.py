@@ -18,12 +18,12 @@ from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
+from slipstream.wire.page_lock import lock_pages, unlock_pages
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
 from target_server.forward import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
-from target_server.page_lock import lock_pages, unlock_pages
 from target_server.record_files import SourceFile
 from target_server.shelf import PackFacts, Shelf
 from target_server.subscription import SubscriptionTerms
@@ -212,7 +212,7 @@ class StreamCatalog:
     def _drop(self, name: str) -> None:
         arena = self._streams.pop(name).arena
         self._by_source = {source: stream for source, stream in self._by_source.items() if stream != name}
-        unlock_pages(arena, self._target.device)
+        unlock_pages(arena.slots())
         arena.close()
 
     def _make_arena(self, layout: PayloadLayout) -> PayloadArena:
@@ -226,7 +226,8 @@ class StreamCatalog:
         if slots < MIN_SLOTS:
             raise self._no_room(layout.size_bytes)
         arena = PayloadArena.create(min(slots, MAX_SLOTS), layout.size_bytes, directory=self._shm_dir)
-        lock_pages(arena, self._target.device)
+        if self._target.device.type == "cuda":
+            lock_pages(arena.slots(), effect="copies from the GPU are about three times slower")
         return arena
 
     def _affordable_slots(self, pack_bytes: int) -> int:

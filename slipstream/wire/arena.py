@@ -130,6 +130,11 @@ class PayloadArena:
         start = self._slot_offset(index)
         return self._bytes[start : start + self.slot_bytes]
 
+    def slots(self) -> ByteArray:
+        """The bytes of all slots, one after the other."""
+        start = self._slot_offset(0)
+        return self._bytes[start : start + self.num_slots * self.slot_bytes]
+
     def generation(self, index: int) -> int:
         """How often the slot's state changed: odd while being written, 0 before the first write."""
         return int(self._generations[index])

@@ -148,3 +148,23 @@ def test_segment_that_is_none(server: PayloadServer, tmp_path: Path, name: str, 
     lease.locations[1].shared_memory.segment_name = name
     reader = SharedMemoryReader(server.host_id, directory=tmp_path)
     assert reason_of(reader, lease) is reason
+
+
+def test_for_a_gpu_packs_are_read_where_they_lie(
+    server: PayloadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the driver's part is left out: tests/gpu has it."""
+    monkeypatch.setattr("slipstream.wire.transports.shm.lock_pages", lambda _memory, effect: bool(effect))
+    reader = SharedMemoryReader(server.host_id, directory=tmp_path, pin_memory=True)
+    lease = server.put(0, {"x": torch.arange(5), "y": torch.ones(3, 2)})
+    read = reader.read(PayloadRef.of_lease(lease), ["y", "x"])
+    assert (list(read), read["x"].tolist(), read["y"].shape) == (["y", "x"], list(range(5)), (3, 2))
+    server.arena.slot(0)[:8] = 7
+    assert read["x"].tolist()[0] == 0x0707070707070707, "no copy"
+    later = server.put(0, {"x": torch.arange(5), "y": torch.ones(3, 2)})
+    assert reason_of(reader, lease) is Reason.LEASE_LOST
+    read = reader.read(PayloadRef.of_lease(later), ["x"])
+    assert read["x"].tolist() == list(range(5))
+    del read
+    reader.close()
+    assert len(mapped_segments(tmp_path)) == 1, "the server's own"

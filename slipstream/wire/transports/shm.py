@@ -2,14 +2,18 @@
 
 The server never notices a reader. A mapping outlives both the file and its owner, so a dead server harms no copy in
 progress; whether its bytes still count is for ConfirmRead to say.
+
+A reader for a GPU copies nothing: it page-locks the segment, and the GPU reads packs out of it.
 """
 
 import contextlib
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
@@ -22,8 +26,9 @@ from slipstream.wire.arena import (
     read_host_id,
     shared_memory_directory,
 )
-from slipstream.wire.codec import ByteArray
-from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
+from slipstream.wire.codec import ByteArray, view_bytes
+from slipstream.wire.page_lock import lock_pages, unlock_pages
+from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef, contiguous_runs
 
 _HEADER_READ_BYTES = 64
 
@@ -40,7 +45,8 @@ class SharedMemoryReader(PayloadReader):
         Args:
             host_id: from GetTarget.
             directory: default: that of `shared_memory_directory`.
-            pin_memory: as PayloadReader.
+            pin_memory: as PayloadReader, where the segment cannot be page-locked; else packs are tensors in the
+                segment itself, to be copied to the device before ConfirmRead and not to be written.
 
         Raises:
             SlipstreamError: TRANSPORT_UNAVAILABLE when it does not.
@@ -58,11 +64,25 @@ class SharedMemoryReader(PayloadReader):
         self._directory = found
         self._segments: dict[str, _Segment] = {}
 
+    def read(self, ref: PayloadRef, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """As PayloadReader; for a GPU, tensors in the segment itself, which are the pack's until ConfirmRead."""
+        location = ref.shared_memory
+        if location is None or ref.time_to_live is None or not self._pin_memory:
+            return super().read(ref, names)
+        segment = self._segment(location.segment_name, lock=True)
+        if not segment.is_locked:
+            return super().read(ref, names)
+        slot = segment.slot_tensor(location)
+        tensors = {
+            spec.name: view_bytes(slot, spec) for run in contiguous_runs(ref.manifest, names) for spec in run.specs
+        }
+        return {name: tensors[name] for name in names}
+
     def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
         location = ref.shared_memory
         if location is None:
             raise _unavailable("The server did not put this payload into shared memory.", "Use grpc.")
-        self._segment(location.segment_name).copy(location, run.offset_bytes, buffer)
+        self._segment(location.segment_name, lock=False).copy(location, run.offset_bytes, buffer)
 
     def close(self) -> None:
         """Unmap all segments; idempotent."""
@@ -70,13 +90,14 @@ class SharedMemoryReader(PayloadReader):
             segment.close()
         self._segments.clear()
 
-    def _segment(self, name: str) -> "_Segment":
+    def _segment(self, name: str, *, lock: bool) -> "_Segment":
+        """`lock`: what a GPU reads again and again; asked for at the first use."""
         known = self._segments.get(name)
         if known is not None:
             return known
         for other in [other for other in self._segments if not (self._directory / other).exists()]:
             self._segments.pop(other).close()  # of a server that ended: do not hold its memory
-        segment = _Segment(self._directory, name)
+        segment = _Segment(self._directory, name, lock=lock)
         self._segments[name] = segment
         return segment
 
@@ -84,11 +105,13 @@ class SharedMemoryReader(PayloadReader):
 class _Segment:
     """One mapped segment."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, *, lock: bool) -> None:
+        """`lock`: for a GPU, whose driver locks no memory that may not be written."""
         if not name.startswith(SEGMENT_PREFIX) or os.sep in name:
             raise _corrupt(f"{name!r} is not the name of a segment.")
         try:
-            fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            access = os.O_RDWR if lock else os.O_RDONLY
+            fd = os.open(directory / name, access | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise _lost(f"Segment {name} is gone: the target server has ended or was restarted.") from error
         except PermissionError as error:
@@ -102,29 +125,46 @@ class _Segment:
                 raise _corrupt(f"Segment {name} does not start with the header of this version.")
             # Filling the page table at once saves a page fault for every 4 KiB of the first copies.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._mapping = mmap.mmap(fd, header.segment_bytes, flags, mmap.PROT_READ)
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if lock else 0)
+            self._mapping = mmap.mmap(fd, header.segment_bytes, flags, protection)
         finally:
             os.close(fd)
         self._header = header
         self._bytes: ByteArray = np.frombuffer(self._mapping, np.uint8)
         self._generations = header.generations(self._bytes)
+        self.is_locked = lock and lock_pages(self._bytes, effect="every pack is copied once more on its way to the GPU")
+        """Whether a GPU reads from the segment itself."""
+
+    def slot_tensor(self, location: batch_pb2.SharedMemoryLocation) -> torch.Tensor:
+        """The bytes of a slot, uint8 `[slot_bytes]`, where they are."""
+        index = self._slot_index(location, end=0)
+        self._check_generation(index, location)
+        start = location.offset_bytes
+        return torch.from_numpy(self._bytes[start : start + self._header.slot_bytes])
 
     def copy(self, location: batch_pb2.SharedMemoryLocation, offset_bytes: int, buffer: ByteArray) -> None:
         """Fill `buffer` from byte `offset_bytes` of the payload on; the slot must hold still meanwhile."""
         header = self._header
-        index, rest = divmod(location.offset_bytes - header.header_bytes, header.slot_bytes)
         end = offset_bytes + buffer.nbytes
-        if rest or not 0 <= index < header.num_slots or end > header.slot_bytes:
-            raise _corrupt(f"Byte {location.offset_bytes} of segment {location.segment_name} starts no such payload.")
+        index = self._slot_index(location, end)
         slot = self._bytes[location.offset_bytes : location.offset_bytes + header.slot_bytes]
         self._check_generation(index, location)
         np.copyto(buffer, slot[offset_bytes:end])
         self._check_generation(index, location)
 
     def close(self) -> None:
+        unlock_pages(self._bytes)
         del self._bytes, self._generations
         with contextlib.suppress(BufferError):  # a copy is under way in another thread: it unmaps when it ends
             self._mapping.close()
+
+    def _slot_index(self, location: batch_pb2.SharedMemoryLocation, end: int) -> int:
+        """Of the slot that begins there and has at least `end` bytes."""
+        header = self._header
+        index, rest = divmod(location.offset_bytes - header.header_bytes, header.slot_bytes)
+        if rest or not 0 <= index < header.num_slots or end > header.slot_bytes:
+            raise _corrupt(f"Byte {location.offset_bytes} of segment {location.segment_name} starts no such payload.")
+        return index
 
     def _check_generation(self, index: int, location: batch_pb2.SharedMemoryLocation) -> None:
         found = int(self._generations[index])
