@@ -23,6 +23,7 @@ from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
+from slipstream.telemetry.phase_times import PhaseTimes
 from slipstream.wire.channel import WaitInterruptedError
 from slipstream.wire.transports.base import PayloadRef
 
@@ -108,6 +109,8 @@ class BatchSource:
         self._failure: BaseException | None = None
         self._said_state: pb.StreamState = pb.STREAM_STATE_ACTIVE
         self._thread = threading.Thread(target=self._feed, name="batch-feeder", daemon=True)
+        self.times = PhaseTimes()
+        """Where the feeder's time goes."""
         self.waited_seconds = 0.0
         """Time the training thread has spent waiting in `next_batch`."""
 
@@ -162,6 +165,7 @@ class BatchSource:
         except SlipstreamError as error:
             # The leases run out by themselves; leaving must work while the target is away.
             log_event(_log, "info", "leases_not_released", reason=error.reason.value)
+        self.times.log(_log, "feeder_times")
 
     # ---- the training thread's conditions ------------------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class BatchSource:
 
     def _wait_for_room(self) -> int:
         """Packs that may be leased now; 0 when there is nothing more to do."""
-        with self._changed:
+        with self.times.measured("room"), self._changed:
             self._changed.wait_for(lambda: self._stop.is_set() or self._missing() == 0 or self._room() > 0)
             return 0 if self._stop.is_set() or self._exhausted else self._room()
 
@@ -244,7 +248,8 @@ class BatchSource:
 
     def _lease(self, max_packs: int) -> pb.LeasePacksResponse | None:
         try:
-            return self._link.lease(max_packs)
+            with self.times.measured("lease"):
+                return self._link.lease(max_packs)
         except SlipstreamError as error:
             if error.reason not in (Reason.SUBSCRIPTION_UNKNOWN, Reason.LEASE_LOST):
                 raise
@@ -259,6 +264,7 @@ class BatchSource:
         if pack is None or not self._confirm(lease):
             log_event(_log, "info", "pack_dropped", sequence_number=lease.manifest.sequence_number)
             return
+        self.times.count()
         with self._changed:
             self._ready[pack.sequence_number] = pack
             self._changed.notify_all()
@@ -266,18 +272,22 @@ class BatchSource:
     def _read(self, lease: batch_pb2.Lease) -> TrainingPack | None:
         manifest = lease.manifest
         bucket = self._bucket_of(manifest)
-        tensors = self._read_payload(PayloadRef.of_lease(lease))
+        with self.times.measured("read"):
+            tensors = self._read_payload(PayloadRef.of_lease(lease))
         if tensors is None:
             return None
-        tensors = padded_to(tensors, bucket)
-        anchors = draw_anchors(
-            tensors["loss_mask"],
-            tensors["document_ids"],
-            self._plan.num_anchors,
-            self._plan.seed,
-            manifest.sequence_number,
-        )
-        moved = self._copy.to_device({**tensors, "anchor_positions": anchors.positions, "anchor_valid": anchors.valid})
+        with self.times.measured("anchors"):
+            tensors = padded_to(tensors, bucket)
+            anchors = draw_anchors(
+                tensors["loss_mask"],
+                tensors["document_ids"],
+                self._plan.num_anchors,
+                self._plan.seed,
+                manifest.sequence_number,
+            )
+        drawn = {"anchor_positions": anchors.positions, "anchor_valid": anchors.valid}
+        with self.times.measured("copy"):
+            moved = self._copy.to_device({**tensors, **drawn})
         return TrainingPack(manifest.sequence_number, moved, Anchors(moved["anchor_positions"], moved["anchor_valid"]))
 
     def _read_payload(self, reference: PayloadRef) -> Mapping[str, Tensor] | None:
@@ -298,7 +308,8 @@ class BatchSource:
 
     def _confirm(self, lease: batch_pb2.Lease) -> bool:
         try:
-            return self._link.confirm(lease)
+            with self.times.measured("confirm"):
+                return self._link.confirm(lease)
         except SlipstreamError as error:
             if error.reason is Reason.LEASE_LOST:
                 return False
