@@ -1,9 +1,11 @@
 """Matrix products in FP8, half the time of bfloat16 where the tensor cores have them: `train.fp8`, off by default.
 
-Forward `y = x Wᵀ`, backward `dx = dy W` and `dW = dyᵀ x` of the drafter's linear layers, and both products of the
-frozen head. A tensor is divided by one float32 scale, taken from its largest entry at that moment, and rounded: weights
-and activations to e4m3 (three bits of mantissa), gradients to e5m2 (two bits, but a range that small rows survive).
-Sums are float32, results bfloat16; master weights, optimizer and checkpoints know nothing of it.
+Of the drafter's linear layers all backward products, `dx = dy W` and `dW = dyᵀ x`, and the MLP's forward `y = x Wᵀ`;
+both products of the frozen head. The other forwards stay bfloat16: their rounding, carried through the layers, would
+cost the gradients more than all the rest. See docs/decisions/0011-fp8-products.md.
+
+A tensor is divided by one float32 scale, from its largest entry at that moment, and rounded to e4m3 (three bits of
+mantissa). Sums are float32, results bfloat16; master weights, optimizer and checkpoints know nothing of it.
 
 The kernels want both operands with the contracted dimension last in memory, so that what takes part in two products is
 kept in two layouts.
@@ -23,8 +25,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
-FORWARD = torch.float8_e4m3fn
-GRADIENT = torch.float8_e5m2
+FP8 = torch.float8_e4m3fn
 MULTIPLE = 16
 """Every dimension of a product but its rows."""
 SMALLEST_WIDTH = 512
@@ -32,9 +33,12 @@ SMALLEST_WIDTH = 512
 FIRST_CAPABILITY = (8, 9)
 """Ada and Hopper: the first tensor cores with FP8."""
 
+_LARGEST = torch.finfo(FP8).max
 # A tensor of zeros has a scale too.
 _SMALLEST_MAXIMUM = 1e-30
 _HEAD_ROWS_AT_ONCE = 4096
+_FORWARD_TOO = ".mlp."
+_REMEDY = "Train without: --set train.fp8=false"
 
 _log = logging.getLogger(__name__)
 
@@ -46,22 +50,20 @@ class Quantised(NamedTuple):
     scale: Tensor
 
 
-def quantise(tensor: Tensor, dtype: torch.dtype) -> Quantised:
+def quantise(tensor: Tensor) -> Quantised:
     """Round to FP8 with one scale. What is not finite makes the whole result NaN, and so the step's loss."""
-    scale = scale_of(tensor, dtype)
-    return Quantised(round_to(tensor, scale, dtype), scale)
+    scale = scale_of(tensor)
+    return Quantised(round_to(tensor, scale), scale)
 
 
-def scale_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """With which the largest entry becomes the largest number of `dtype`: float32 []."""
-    largest = tensor.abs().amax().float()
-    return largest.clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
+def scale_of(tensor: Tensor) -> Tensor:
+    """With which the largest entry becomes FP8's largest number: float32 []."""
+    return tensor.abs().amax().float().clamp(min=_SMALLEST_MAXIMUM) / _LARGEST
 
 
-def round_to(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor / scale in `dtype`; what lies outside its range becomes its largest number."""
-    limit = torch.finfo(dtype).max
-    return (tensor.float() / scale).clamp(-limit, limit).to(dtype)
+def round_to(tensor: Tensor, scale: Tensor) -> Tensor:
+    """tensor / scale in FP8, contiguous; what lies outside its range becomes its largest number."""
+    return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8).contiguous()
 
 
 def product(left: Quantised, right: Quantised, *, fast: bool) -> Tensor:
@@ -83,21 +85,26 @@ def product(left: Quantised, right: Quantised, *, fast: bool) -> Tensor:
 
 
 class _LinearProduct(torch.autograd.Function):
-    """x [R, K], with a weight whose two layouts were rounded before; R is a multiple of 16, for dW contracts it."""
+    """x [R, K], with a weight that was rounded before; R is a multiple of 16, for dW contracts it.
+
+    `rounded` is None where the forward is bfloat16.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, _weight: Tensor, rounded: Tensor, transposed: Tensor, weight_scale: Tensor
+        ctx: Any, states: Tensor, weight: Tensor, rounded: Tensor | None, transposed: Tensor, weight_scale: Tensor
     ) -> Tensor:
-        states_q = quantise(states, FORWARD)
+        states_q = quantise(states)
         ctx.save_for_backward(states_q.values.t().contiguous(), states_q.scale, transposed, weight_scale)
+        if rounded is None:
+            return states @ weight.t()
         return product(states_q, Quantised(rounded, weight_scale), fast=True)
 
     @staticmethod
     def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         states_transposed, states_scale, transposed, weight_scale = ctx.saved_tensors
         needs_states, needs_weight = ctx.needs_input_grad[:2]
-        rounded = quantise(by_output, GRADIENT)
+        rounded = quantise(by_output)
         by_states = by_weight = None
         if needs_states:
             by_states = product(rounded, Quantised(transposed, weight_scale), fast=False)
@@ -113,24 +120,26 @@ class Fp8Linear(nn.Module):
     `refresh` rounds the weight; until then, and again after the weight has changed, results mean nothing.
     """
 
-    rounded: Tensor
+    rounded: Tensor | None
     transposed: Tensor
     scale: Tensor
 
-    def __init__(self, weight: nn.Parameter) -> None:
-        """`weight`: bfloat16 [N, K]."""
+    def __init__(self, weight: nn.Parameter, *, forward_too: bool) -> None:
+        """`weight`: bfloat16 [N, K]. `forward_too`: or the backward's products alone."""
         super().__init__()
         self.weight = weight
-        outputs, inputs = weight.shape
-        device = weight.device
-        self.register_buffer("rounded", torch.empty(outputs, inputs, dtype=FORWARD, device=device), persistent=False)
-        self.register_buffer("transposed", torch.empty(inputs, outputs, dtype=FORWARD, device=device), persistent=False)
-        self.register_buffer("scale", torch.ones((), device=device), persistent=False)
+        rounded = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        self.register_buffer("rounded", rounded if forward_too else None, persistent=False)
+        self.register_buffer(
+            "transposed", torch.empty_like(rounded.t(), memory_format=torch.contiguous_format), persistent=False
+        )
+        self.register_buffer("scale", torch.ones((), device=weight.device), persistent=False)
 
     def refresh(self) -> None:
         """Round the weight, in place. Call without gradients."""
-        weight = quantise(self.weight, FORWARD)
-        self.rounded.copy_(weight.values)
+        weight = quantise(self.weight)
+        if self.rounded is not None:
+            self.rounded.copy_(weight.values)
         self.transposed.copy_(weight.values.t())
         self.scale.copy_(weight.scale)
 
@@ -156,16 +165,16 @@ class Fp8Head:
     def of(cls, head: Tensor) -> "Fp8Head":
         """Round a head [V, D], a few rows at a time: float32 copies of all of it would not fit beside it."""
         low, high = head.aminmax()
-        scale = torch.maximum(-low, high).float().clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(FORWARD).max
-        rounded = torch.empty(head.shape, dtype=FORWARD, device=head.device)
+        scale = torch.maximum(-low, high).float().clamp(min=_SMALLEST_MAXIMUM) / _LARGEST
+        rounded = torch.empty(head.shape, dtype=FP8, device=head.device)
         for begin in range(0, len(head), _HEAD_ROWS_AT_ONCE):
             part = slice(begin, begin + _HEAD_ROWS_AT_ONCE)
-            rounded[part] = round_to(head[part], scale, FORWARD)
+            rounded[part] = round_to(head[part], scale)
         return cls(rounded, rounded.t().contiguous(), scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → bfloat16 [R, V]."""
-        return product(quantise(hidden, FORWARD), Quantised(self.rounded, self.scale), fast=True)
+        return product(quantise(hidden), Quantised(self.rounded, self.scale), fast=True)
 
     def gradient(self, by_logits: Tensor, largest: Tensor) -> Tensor:
         """Gradient by the hidden states.
@@ -180,8 +189,8 @@ class Fp8Head:
         Returns:
             bfloat16 [R, D].
         """
-        row_scale = largest.clamp(min=_SMALLEST_MAXIMUM) / torch.finfo(FORWARD).max
-        rows = Quantised(round_to(by_logits, row_scale, FORWARD), torch.ones_like(self.scale))
+        row_scale = largest.clamp(min=_SMALLEST_MAXIMUM) / _LARGEST
+        rows = Quantised(round_to(by_logits, row_scale), torch.ones_like(self.scale))
         result = product(rows, Quantised(self.transposed, self.scale), fast=False)
         return (result.float() * row_scale).to(result.dtype)
 
@@ -219,7 +228,7 @@ class Fp8Products:
             raise SlipstreamError(
                 f"train.fp8 is true, but no layer of this drafter fits: {self._reasons()}.",
                 reason=Reason.SPEC_INVALID,
-                remedy="Train without: --set train.fp8=false",
+                remedy=_REMEDY,
             )
         log_event(_log, "info", "fp8", layers=len(self._layers), head=reason is None, stays_bfloat16=self._reasons())
 
@@ -235,11 +244,26 @@ class Fp8Products:
             self.stays_bfloat16[name] = reason
             return
         parent, _, child = name.rpartition(".")
-        self._layers.append(Fp8Linear(drafter.get_parameter(f"{name}.weight")))
+        self._layers.append(Fp8Linear(drafter.get_parameter(f"{name}.weight"), forward_too=_FORWARD_TOO in name))
         setattr(drafter.get_submodule(parent), child, self._layers[-1])
 
     def _reasons(self) -> str:
         return ", ".join(f"{name} ({reason})" for name, reason in self.stays_bfloat16.items()) or "none"
+
+
+def check_capability(capability: tuple[int, int], name: str) -> None:
+    """Refuse a card whose tensor cores have no FP8.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    if capability < FIRST_CAPABILITY:
+        found, first = ".".join(map(str, capability)), ".".join(map(str, FIRST_CAPABILITY))
+        raise SlipstreamError(
+            f"train.fp8 is true, but {name} has compute capability {found}; FP8 products begin with {first}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy=_REMEDY,
+        )
 
 
 def check_fp8(device: torch.device) -> None:
@@ -248,30 +272,21 @@ def check_fp8(device: torch.device) -> None:
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED.
     """
-    remedy = "Train without: --set train.fp8=false"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FIRST_CAPABILITY:
-            raise SlipstreamError(
-                f"train.fp8 is true, but {torch.cuda.get_device_name(device)} has compute capability "
-                f"{capability[0]}.{capability[1]}; FP8 products begin with {'.'.join(map(str, FIRST_CAPABILITY))}.",
-                reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                remedy=remedy,
-            )
+        check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     ones = torch.eye(32, dtype=torch.bfloat16, device=device)
-    for dtype in (FORWARD, GRADIENT):
-        try:
-            found = product(quantise(ones, dtype), quantise(ones, FORWARD), fast=False)
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
-            raise SlipstreamError(
-                f"train.fp8 is true, but torch {torch.__version__} has no FP8 product on {device}: {error}",
-                reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                remedy=remedy,
-            ) from error
-        if not torch.equal(found, ones):
-            raise SlipstreamError(
-                f"train.fp8 is true, but the FP8 product of torch {torch.__version__} on {device} is wrong: "
-                "an identity matrix times itself is another one.",
-                reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                remedy=remedy,
-            )
+    try:
+        found = product(quantise(ones), quantise(ones), fast=False)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise SlipstreamError(
+            f"train.fp8 is true, but torch {torch.__version__} has no FP8 product on {device}: {error}",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy=_REMEDY,
+        ) from error
+    if not torch.equal(found, ones):
+        raise SlipstreamError(
+            f"train.fp8 is true, but the FP8 product of torch {torch.__version__} on {device} is wrong: "
+            "an identity matrix times itself is another one.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy=_REMEDY,
+        )
