@@ -199,6 +199,12 @@ def _ours(size: Size, device: torch.device) -> Side:
     return OurSide(size, device)
 
 
+def _ours_graphs(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.ours import OurSide
+
+    return OurSide(size, device, cuda_graphs=True)
+
+
 def _ours_fp8(size: Size, device: torch.device) -> Side:
     from benchmarks.peers.ours import OurSide
 
@@ -232,6 +238,7 @@ def _speculators(size: Size, device: torch.device) -> Side:
 SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
     "ours": _ours,
     "ours-fp8": _ours_fp8,
+    "ours-graphs": _ours_graphs,
     "specforge": _specforge,
     "specforge-compiled": _specforge_compiled,
     "specforge-shipped": _specforge_shipped,

@@ -26,14 +26,14 @@ class OurSide:
 
     split_features = True
 
-    def __init__(self, size: Size, device: torch.device, *, fp8: bool = False) -> None:
+    def __init__(self, size: Size, device: torch.device, *, fp8: bool = False, cuda_graphs: bool = False) -> None:
         """
         Raises:
             SideUnavailableError: fp8 is asked for and this version has no such key.
         """
         if fp8 and "fp8" not in TrainSpec.model_fields:
             raise SideUnavailableError("this version has no train.fp8")
-        spec = run_spec(size, device, **({"fp8": True} if fp8 else {}))
+        spec = run_spec(size, device, cuda_graphs=cuda_graphs, **({"fp8": True} if fp8 else {}))
         if device.type == "cuda":
             prepare_device(spec)
         config = drafter_config(size)
@@ -47,7 +47,7 @@ class OurSide:
         self.training_step.load_weights(drafter_weights(size, device))
         self.description = (
             f"drafter_trainer.step.TrainingStep, compiled, {'fp8' if fp8 else spec.train.precision} products, "
-            "fp32 masters, fused AdamW"
+            f"fp32 masters, fused AdamW{', as CUDA graphs' if cuda_graphs else ''}"
         )
         self._in_flight: PendingStep | None = None
         self._newest: PendingStep | None = None
