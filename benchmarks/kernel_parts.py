@@ -42,19 +42,26 @@ def group(kernels: Iterable[tuple[str, float, int]], steps: int) -> dict[str, An
 
 def profile_steps(step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Run `step` under the profiler; see `group`. For CUDA."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [
+    return group(kernels_of(profiler.key_averages()), steps)
+
+
+def kernels_of(events: Iterable[Any]) -> list[tuple[str, float, int]]:
+    """(name, microseconds, calls) of what ran on the device.
+
+    Ranges that a library marks on the device's timeline hold kernels that are counted by themselves.
+    """
+    from torch.autograd import DeviceType
+
+    return [
         (event.key, float(event.self_device_time_total), int(event.count))
-        for event in profiler.key_averages()
+        for event in events
         if event.device_type == DeviceType.CUDA
         and event.self_device_time_total > 0
-        # Ranges that a library marks on the device's timeline hold kernels that are counted by themselves.
         and not getattr(event, "is_user_annotation", False)
     ]
-    return group(kernels, steps)

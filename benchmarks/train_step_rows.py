@@ -156,7 +156,8 @@ def table(measured: list[Measured], rows: list[Row], peak: float | None) -> str:
         if row.ratio is not None:
             wanted = "" if row.floor is None else f"  floor {row.floor:g}, goal {row.goal:g}"
             verdict = "" if row.floor is None else ("  ok" if row.ratio >= row.floor else "  BELOW FLOOR")
-            lines.append(f"{row.case}: {row.metric} = {row.ratio:.2f}{wanted}{verdict}")
+            spread = "" if row.spread is None else f" (rounds differ by {row.spread:.1%})"
+            lines.append(f"{row.case}: {row.metric} = {row.ratio:.2f}{spread}{wanted}{verdict}")
         elif row.metric != "step time":
             lines.append(f"{row.case}: {row.metric} = {row.ours:.3g} {row.unit}")
     return "\n".join(lines)
