@@ -21,8 +21,13 @@ _KINDS = {"RUN_UNKNOWN": "run", "TARGET_UNKNOWN": "target", "TRAINER_UNKNOWN": "
 
 
 def add_api_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that talks to a control API."""
+    """The flags of every command that prints what a control API says."""
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="default: text")
+    add_access_flags(parser)
+
+
+def add_access_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that talks to a control API."""
     access = parser.add_argument_group("control API")
     access.add_argument(
         "--api",

@@ -1,16 +1,35 @@
-"""`slipstream checkpoint ls RUN`: the complete checkpoints of a run, on the trainers' disks."""
+"""`slipstream checkpoint ls RUN` lists the complete checkpoints of a run; `export RUN[@STEP]` writes one for an engine."""
 
 import argparse
 import shlex
+import sys
+from pathlib import Path
+from typing import Any
 
-from slipstream.cli.api_access import add_api_flags, control_api, say_next
+from slipstream.cli.api_access import add_access_flags, add_api_flags, control_api, say_next
 from slipstream.cli.display import Column, local_time, print_json, print_table
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 
 _COLUMNS = (
     Column("STEP", is_number=True),
     Column("SAVED", rank=1),
     Column("PATH", may_wrap=True),
     Column("STORAGE", rank=2),
+)
+
+# Of `drafter-trainer export`, with the same meaning.
+_PASSED_ON = (
+    ("--target", "MODEL", "to decode with; default: the run's target.model"),
+    ("--target-name", "NAME", "how servers will know the target; default: the run's target.model"),
+    ("--dtype", "NAME", "float32, bfloat16 or float16; default: the target's in the run definition"),
+    ("--eval", "FILE", "report of `slipstream eval` for the model card"),
+    ("--device", "NAME", "where to decode: cpu (default), cuda"),
+    ("--threads", "N", "CPU threads of torch; default: torch's own choice"),
+)
+_SWITCHES = (
+    ("--without-self-test", "do not decode with the files; the model card says so"),
+    ("--force", "replace an existing directory"),
 )
 
 
@@ -21,14 +40,28 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ls = actions.add_parser("ls", help="list those that are complete, oldest first")
     ls.add_argument("run", metavar="RUN", help="its name")
     add_api_flags(ls)
+    export = actions.add_parser("export", help="write one as vLLM, SGLang or z-lab read it, and decode with the files")
+    export.add_argument("run", metavar="RUN[@STEP]", help="a run's name, or its directory; default: the newest step")
+    export.add_argument("--to", required=True, choices=("vllm", "sglang", "zlab"), help="whose layout to write")
+    export.add_argument("--output", required=True, metavar="DIR", help="directory to make")
+    for flag, metavar, text in _PASSED_ON:
+        export.add_argument(flag, metavar=metavar, help=text)
+    for flag, text in _SWITCHES:
+        export.add_argument(flag, action="store_true", help=text)
+    add_access_flags(export)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print them.
+    """List, or export.
 
     Raises:
-        SlipstreamError: RUN_UNKNOWN, or the control API cannot be reached.
+        SlipstreamError: RUN_UNKNOWN, or the control API cannot be reached; CHECKPOINT_INVALID, there is no such
+            checkpoint on this machine.
     """
+    return _export(args) if args.action == "export" else _list(args)
+
+
+def _list(args: argparse.Namespace) -> int:
     from slipstream.cli.runs.figures import next_commands
     from slipstream.control_client import segment
     from slipstream.run_spec.states import AT_REST
@@ -50,3 +83,60 @@ def run(args: argparse.Namespace) -> int:
     )
     say_next(args, f"eval {shlex.quote(found[-1]['path'])}")
     return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    """Start `drafter-trainer export`, which needs torch; this process does not."""
+    from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
+
+    checkpoint = args.run if _is_path(args.run) else _path_of(args)
+    command = [sys.executable, "-m", "drafter_trainer", "export", checkpoint, "--to", args.to]
+    command += ["--output", args.output]
+    for flag, *_ in _PASSED_ON:
+        value = getattr(args, _attribute(flag))
+        command += [flag, value] if value is not None else []
+    command += [flag for flag, _ in _SWITCHES if getattr(args, _attribute(flag))]
+    with sigterm_as_exit(), child_process(command) as export:
+        return exit_status(export)
+
+
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or Path(text).exists()
+
+
+def _path_of(args: argparse.Namespace) -> str:
+    """Where the control API says that the checkpoint lies, if that is on this machine.
+
+    Raises:
+        SlipstreamError: RUN_UNKNOWN, CHECKPOINT_INVALID.
+    """
+    from slipstream.control_client import segment
+
+    args.run, _, step = args.run.partition("@")
+    with control_api(args) as client:
+        found = list(client.listing(f"/v1/runs/{segment(args.run)}/checkpoints"))
+    chosen = _choose(found, step)
+    if chosen is None:
+        there = ", ".join(str(one["step"]) for one in found) or "none"
+        raise SlipstreamError(
+            f"run {args.run} has no checkpoint {f'of step {step}' if step else 'yet'}, expected one of: {there}",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy=f"`slipstream checkpoint ls {shlex.quote(args.run)}` lists them.",
+        )
+    path = str(chosen["path"])
+    if not Path(path).is_dir():
+        raise SlipstreamError(
+            f"the checkpoint lies at {path} on the trainer's machine ({chosen['storage']}), not on this one",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy=f"Export it there: slipstream checkpoint export {shlex.quote(path)} --to {args.to} --output DIR.",
+        )
+    return path
+
+
+def _choose(found: list[dict[str, Any]], step: str) -> dict[str, Any] | None:
+    wanted = [one for one in found if step in ("", "latest") or str(one["step"]) == step.lstrip("0")]
+    return max(wanted, key=lambda one: int(one["step"]), default=None)

@@ -1,0 +1,33 @@
+"""A tiny target and a checkpoint of a drafter for it, made once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from drafter_trainer.drafter_config import DrafterConfig
+from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
+from tests.fakes.tiny_run import write_tiny_run
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    run: Path
+    checkpoint: Path
+    target: Path
+    config: DrafterConfig
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Read-only for all tests."""
+    directory = tmp_path_factory.mktemp("source")
+    recipe = write_tiny_run(directory)
+    config = exportable_config()
+    weights = drawn_weights(config)
+    checkpoint = write_checkpoint(recipe, directory / "run", config, weights)
+    return Source(directory / "run", checkpoint, directory / "target", config, weights)
