@@ -19,8 +19,10 @@ FLOORS = {
     ("A", "ours", "specforge"): (1.4, 1.6),
     ("A", "ours-fp8", "specforge"): (1.7, 2.0),
     ("C", "ours", "specforge"): (5.0, 8.0),
+    ("C", "ours-graphs", "specforge"): (5.0, 8.0),
 }
 """Floor and goal of a peer's step time ÷ ours."""
+OURS = ("ours", "ours-fp8", "ours-graphs")
 PEERS = ("specforge", "specforge-compiled", "specforge-shipped", "speculators")
 
 
@@ -89,10 +91,10 @@ def make_rows(measured: list[Measured], peak: float | None) -> list[Row]:
 
 
 def _ratios_to(peer: Measured, timed: dict[tuple[str, str], Measured], size: str) -> list[Row]:
-    """A peer's step time ÷ ours; fp8 was timed against our bf16 in turn, so both ratios share that."""
+    """A peer's step time ÷ ours; our variants took turns with our plain bf16 step, as peers did: ratios share that."""
     rows = []
     to_ours = statistics.median(peer.ratios) if peer.ratios else None
-    for variant in ("ours", "ours-fp8"):
+    for variant in OURS:
         ours = timed.get((size, variant))
         if ours is None or to_ours is None:
             continue
