@@ -96,12 +96,13 @@ class PackedForward:
         compiled = CompiledLayers(list(self._layers), self._traits, self._backend)
         lengths = (rows - rows // 2, rows // 2 - 1) if rows > 3 else (rows,)
         tokens = (np.arange(rows) * 7919 % self._decoder.get_input_embeddings().num_embeddings).astype(np.int32)
-        everything = tuple(range(self.num_layers))
-        expected = self._run(tokens[: sum(lengths)], lengths, everything)
+        # All layers run; that many outputs of a large target would not fit.
+        compared = (0, self.num_layers // 2, self.num_layers - 1)
+        expected = self._run(tokens[: sum(lengths)], lengths, compared)
         for frozen in (False, True):
             with compiled.in_place(frozen=frozen):
-                outputs = self._run(tokens, lengths, everything)
-        for layer in everything:
+                outputs = self._run(tokens, lengths, compared)
+        for layer in compared:
             _check_equal(layer, outputs[layer][: sum(lengths)], expected[layer])
         self._compiled[rows] = compiled
         return compiled_graphs() - before

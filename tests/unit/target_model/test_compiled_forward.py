@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
 from target_server.compiled_layers import compiled_graphs
 from target_server.forward import PackedForward
+from target_server.target_model import TargetModel, choose_backend
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
 from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
@@ -122,3 +124,54 @@ def test_tokens_after_the_last_document_are_not_read(tmp_path: Path) -> None:
     tokens[12:] = -1
     first = forward.capture(tokens, (5, 7), (3,), last_hidden_state=False)["hidden_states.3"]
     assert np.isfinite(first.numpy()).all()
+
+
+def spec(directory: Path, **fields: object) -> TargetSpec:
+    return TargetSpec(model=str(directory), dtype="float32", **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "environment", "words"),
+    [
+        ({}, "cpu", {}, "no: target.compile is auto, and on cpu"),
+        ({"compile": False}, "cuda", {}, "no: target.compile is false"),
+        ({"compile": True}, "cpu", {}, "yes: target.compile is true"),
+        ({}, "cuda", {"TORCH_COMPILE_DISABLE": "1"}, "no: target.compile is auto, and TORCH_COMPILE_DISABLE=1 is set"),
+    ],
+)
+def test_what_is_compiled_is_said_with_its_reason(
+    fields: dict[str, object], device: str, environment: dict[str, str], words: str
+) -> None:
+    backend, said = choose_backend(spec(Path("m"), **fields), torch.device(device), environment)
+    assert said.startswith(words)
+    assert backend == ("inductor" if said.startswith("yes") else None)
+
+
+def test_an_environment_that_forbids_what_the_recipe_asks_for() -> None:
+    with pytest.raises(SlipstreamError, match=r"compile is true, but TORCHDYNAMO_DISABLE=1 is set") as caught:
+        choose_backend(spec(Path("m"), compile=True), torch.device("cuda"), {"TORCHDYNAMO_DISABLE": "1"})
+    assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_target_that_cannot_be_compiled(
+    asked: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("target_server.target_model.choose_backend", lambda *_arguments: (TRACED, "yes: a test"))
+    target = TargetModel.load(spec(save_tiny_target(tmp_path), compile=asked), device="cpu")
+    assert not target.is_prepared(64)
+
+    def fail(*_arguments: object) -> int:
+        raise RuntimeError("no C compiler\nmore")
+
+    monkeypatch.setattr(PackedForward, "prepare", fail)
+    if asked is True:
+        with pytest.raises(SlipstreamError, match="cannot be compiled: RuntimeError: no C compiler") as caught:
+            target.prepare(64)
+        assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+        return
+    with caplog.at_level("WARNING"):
+        target.prepare(64)
+    assert "target_not_compiled" in caplog.text
+    assert target.is_prepared(64)
+    assert target.capture(random_tokens(64), (60,), (0,), False)["hidden_states.0"].shape == (64, 64)
