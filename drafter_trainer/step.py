@@ -121,7 +121,8 @@ class TrainingStep:
         self._needs_target_states = spec.loss.needs_target_distribution
         self._reads = ROW_NAMES + ((LAST_HIDDEN_STATE,) if self._needs_target_states else ())
         self._packs_per_step = spec.train.packs_per_step
-        fp8 = Fp8Products(self.drafter, frozen.head) if spec.train.fp8 else None
+        self.in_fp8 = spec.train.fp8
+        fp8 = Fp8Products(self.drafter, frozen.head) if self.in_fp8 else None
         self._head: FrozenHead = frozen.head if fp8 is None else fp8.head
         round_weights = None if fp8 is None else fp8.round_weights
         self._lay_out: Callable[[Mapping[str, Tensor], Anchors], LaidOut] = self._layout
