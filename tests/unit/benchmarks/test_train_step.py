@@ -103,12 +103,13 @@ def test_a_stand_in_can_be_imported_and_not_called(monkeypatch: pytest.MonkeyPat
         part.read("a file")
 
 
+@pytest.mark.timeout(240)
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.train_step", "--device", "cpu", "--sizes", "tiny", "--steps", "3"]
     command += ["--variants", "ours,specforge", "--out", str(tmp_path)]
     path = os.pathsep.join(entry for entry in sys.path if not (Path(entry or ".") / "specforge").is_dir())
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
     assert "failed: specforge 0.2.0 cannot be imported" in answer.stdout
     sides = json.loads((tmp_path / "train_step.json").read_text())["sides"]
     assert [side["variant"] for side in sides] == ["ours", "specforge"]
