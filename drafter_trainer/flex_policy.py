@@ -30,6 +30,7 @@ from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
 from slipstream.compile_guards import MINIMUM_TORCH, disabling_variables, guards_of, torch_release
 from slipstream.errors import SlipstreamError
+from slipstream.gpu_limits import gpu_limits
 from slipstream.machine_probe import package_version
 from slipstream.run_spec.reasons import Reason
 
@@ -82,6 +83,22 @@ def check_environment(device: torch.device) -> CompilerGuards:
             "Set CUDA_VISIBLE_DEVICES to one device.",
         )
     return CompilerGuards(str(torch.__version__), guards_of(release))
+
+
+def check_head_dim(device: torch.device, head_dim: int) -> None:
+    """Refuse a drafter whose heads the kernels of a CUDA device cannot take, before anything of it is built.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", None)
+    limits = gpu_limits((properties.major, properties.minor), shared_memory, torch_release(torch.__version__))
+    if refusal := limits.head_dim_refusal(head_dim):
+        raise _unsupported(
+            f"{properties.name} cannot train this drafter: {refusal}",
+            "Train on another GPU, or with another drafter.head_dim; slipstream doctor says what this machine can do.",
+        )
 
 
 def install_tripwire() -> None:

@@ -234,10 +234,14 @@ def build_step(
     """The step for this target, not warmed up; the plan lacks only its place in the stream.
 
     Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, OUT_OF_MEMORY.
+        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, ENVIRONMENT_UNSUPPORTED, OUT_OF_MEMORY.
     """
     target_config = TargetConfig.from_json(target.target_config_json)
     config = resolve_drafter_config(spec.drafter, target_config)
+    if device.type == "cuda":
+        from drafter_trainer.flex_policy import check_head_dim
+
+        check_head_dim(device, config.head_dim)
     with failures_reported(Phase.FROZEN_WEIGHTS):
         frozen = read_frozen_weights(
             link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 _CGROUP = Path("/sys/fs/cgroup")
 _TORCH_SECONDS = 120.0
 """A cold import of torch from a slow disk takes most of a minute."""
+_POLICY_SECONDS = 240.0
+"""That, and a kernel's compilation forward and backward."""
 
 
 class GpuFacts(BaseModel):
@@ -38,6 +40,40 @@ class TorchFacts(BaseModel):
     gpus: tuple[GpuFacts, ...] = ()
     warnings: tuple[str, ...] = ()
     problem: str | None = None
+
+
+class PolicyFacts(BaseModel):
+    """Whether compiled attention can be trusted on the first GPU: what was shown, or the problem and its remedy."""
+
+    model_config = ConfigDict(frozen=True)
+
+    passed: tuple[str, ...] = ()
+    problem: str | None = None
+    remedy: str = ""
+
+
+def probe_policy() -> PolicyFacts:
+    """Let the trainer's own start examine the first GPU, in a child process. Never raises: a failure is a fact."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    report = "Report this with what is printed above."
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "drafter_trainer.doctor"],
+            capture_output=True,
+            text=True,
+            timeout=_POLICY_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
+        )
+    except subprocess.TimeoutExpired:
+        return PolicyFacts(problem=f"the examination did not end within {_POLICY_SECONDS:.0f} s", remedy=report)
+    try:
+        # Libraries may print before; the facts are the last line.
+        return PolicyFacts.model_validate(json.loads(child.stdout.strip().splitlines()[-1]))
+    except (IndexError, ValueError, ValidationError):
+        last_words = (child.stderr.strip() or f"exit status {child.returncode}").splitlines()[-1]
+        return PolicyFacts(problem=f"the examination failed: {last_words}", remedy=report)
 
 
 def probe_torch() -> TorchFacts:

@@ -11,13 +11,17 @@ from pydantic import BaseModel, ConfigDict
 from slipstream.cli.commands.version import installed_versions
 from slipstream.compile_guards import MINIMUM_TORCH, disabling_variables, guards_of, torch_release
 from slipstream.errors import SlipstreamError
+from slipstream.gpu_limits import gpu_limits
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import (
+    GpuFacts,
+    PolicyFacts,
     TorchFacts,
     driver_version,
     in_container,
     memory_bytes,
     package_version,
+    probe_policy,
     probe_torch,
     usable_cores,
 )
@@ -30,8 +34,6 @@ DEMO_MEMORY_BYTES = 3 << 30
 DEMO_DISK_BYTES = 1 << 30
 """Checkpoints of the demo, with room."""
 SMALL_SHARED_MEMORY_BYTES = 256 << 20
-LEAST_COMPUTE_CAPABILITY = (8, 0)
-"""bfloat16 in hardware."""
 
 
 class Space(BaseModel):
@@ -52,6 +54,8 @@ class Machine(BaseModel):
     versions: dict[str, str | None]
     missing_packages: tuple[str, ...]
     torch: TorchFacts
+    policy: PolicyFacts | None = None
+    """What the trainer's own checks found on the first GPU; None where there is none."""
     driver: str | None
     cores: int
     memory_total_bytes: int
@@ -79,7 +83,8 @@ class Finding(BaseModel):
 
 
 def inspect_machine() -> Machine:
-    """Gather the facts; asks torch in a child process, so it takes as long as an import of torch."""
+    """Gather the facts; asks torch in a child process, so it takes as long as an import of torch, and where there is a
+    GPU as long as the compilation of a small kernel besides."""
     torch = probe_torch()
     total, available = memory_bytes()
     shared = Path(os.environ.get("SLIPSTREAM_SHM_DIR") or "/dev/shm")
@@ -89,6 +94,7 @@ def inspect_machine() -> Machine:
         versions=installed_versions(),
         missing_packages=tuple(name for name in packages if package_version(name) is None),
         torch=torch,
+        policy=probe_policy() if torch.gpus else None,
         driver=driver_version(),
         cores=usable_cores(),
         memory_total_bytes=total,
@@ -169,9 +175,11 @@ def _device_findings(machine: Machine) -> list[Finding]:
     found = []
     on_cpu = "To stay on the CPU, set CUDA_VISIBLE_DEVICES to nothing."
     gpu = machine.torch.gpus[0]
-    if gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
-        text = f"{gpu.name} has compute capability {_dotted(gpu.compute_capability)}; bfloat16 needs 8.0"
-        found.append(_problem(text, on_cpu))
+    refusal = gpu_limits(gpu.compute_capability, gpu.shared_memory_per_block_bytes, None).refusal
+    if refusal is not None:
+        found.append(_problem(f"{gpu.name} cannot train: {refusal}", on_cpu))
+    elif machine.policy is not None and machine.policy.problem is not None:
+        found.append(_problem(f"{gpu.name} cannot train: {machine.policy.problem}", machine.policy.remedy))
     if machine.missing_build_tools:
         text = f"compiling attention needs {' and '.join(machine.missing_build_tools)}"
         found.append(_problem(text, f"Install it (Debian, Ubuntu: gcc, python3-dev). {on_cpu}"))
@@ -215,6 +223,28 @@ def placement_of(machine: Machine) -> list[str]:
     ]
 
 
+def abilities_of(machine: Machine) -> dict[str, list[str]]:
+    """What a trainer can and cannot do here, by device."""
+    torch = machine.torch
+    release = torch_release(torch.version or "")
+    by_device = {
+        f"GPU {index}": _gpu_words(gpu, release, machine.policy if index == 0 else None)
+        for index, gpu in enumerate(torch.gpus)
+    }
+    cpu = [
+        "attention by SDPA with the mask materialised: right, and as slow as a CPU is; for tests, demos and tiny runs",
+        "compiled flex_attention: no, it has no backward there",
+    ]
+    return by_device | {"CPU": cpu}
+
+
+def _gpu_words(gpu: GpuFacts, release: tuple[int, int] | None, policy: PolicyFacts | None) -> list[str]:
+    words = [*gpu_limits(gpu.compute_capability, gpu.shared_memory_per_block_bytes, release).words]
+    if policy is None:
+        return words
+    return [*words, *(policy.passed or (f"not shown here: {policy.problem}",))]
+
+
 def gib(size: int) -> str:
     """A size in words: GiB with one decimal, MiB below one."""
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.0f} MiB"
@@ -222,10 +252,6 @@ def gib(size: int) -> str:
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
 
 
 def _problem(text: str, remedy: str) -> Finding:

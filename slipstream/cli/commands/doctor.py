@@ -39,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
 def _as_json(machine: "Machine", findings: "list[Finding]", can_run: bool) -> str:
     import json
 
-    from slipstream.cli.machine import placement_of
+    from slipstream.cli.machine import abilities_of, placement_of
 
     return json.dumps(
         {
             "machine": machine.model_dump(mode="json"),
+            "abilities": abilities_of(machine),
             "placement": placement_of(machine),
             "findings": [finding.model_dump() for finding in findings],
             "demo_can_run": can_run,
@@ -53,7 +54,7 @@ def _as_json(machine: "Machine", findings: "list[Finding]", can_run: bool) -> st
 
 
 def _as_text(machine: "Machine", findings: "list[Finding]", can_run: bool) -> Iterator[str]:
-    from slipstream.cli.machine import PORTS, gib, placement_of
+    from slipstream.cli.machine import PORTS, abilities_of, gib, placement_of
 
     yield from _section("versions", {name: version or "not installed" for name, version in machine.versions.items()})
     yield from _section("devices", _devices(machine))
@@ -81,6 +82,10 @@ def _as_text(machine: "Machine", findings: "list[Finding]", can_run: bool) -> It
         yield from _section(
             "what could make compiled attention dense, and what this torch does", machine.compile_guards
         )
+    yield "what a trainer can do here"
+    for device, abilities in abilities_of(machine).items():
+        yield from (f"  {device if number == 0 else '':<5}  {words}" for number, words in enumerate(abilities))
+    yield ""
     yield from ("slipstream demo would run", *(f"  {line}" for line in placement_of(machine)), "")
     for finding in findings:
         yield f"{finding.level}: {finding.text}"

@@ -11,12 +11,18 @@ import pytest
 from slipstream import machine_probe
 from slipstream.cli import machine as machine_module
 from slipstream.cli.commands import doctor
-from slipstream.cli.machine import Machine, Space, findings_of, inspect_machine, placement_of
+from slipstream.cli.machine import Machine, Space, abilities_of, findings_of, inspect_machine, placement_of
 from slipstream.compile_guards import disabling_variables, guards_of, torch_release
-from slipstream.machine_probe import GpuFacts, TorchFacts, probe_torch
+from slipstream.machine_probe import GpuFacts, PolicyFacts, TorchFacts, probe_policy, probe_torch
 
 H200 = GpuFacts(
     name="NVIDIA H200", memory_bytes=150 << 30, compute_capability=(9, 0), shared_memory_per_block_bytes=232448
+)
+BLACKWELL = GpuFacts(
+    name="NVIDIA GeForce RTX 5090",
+    memory_bytes=32 << 30,
+    compute_capability=(12, 0),
+    shared_memory_per_block_bytes=101376,
 )
 TURING = GpuFacts(name="Tesla T4", memory_bytes=15 << 30, compute_capability=(7, 5), shared_memory_per_block_bytes=None)
 
@@ -64,8 +70,17 @@ def test_a_healthy_machine_has_no_findings() -> None:
         (
             {"torch": TorchFacts(version="2.13.0", gpus=(TURING,))},
             "problem",
-            "compute capability 7.5",
+            "Tesla T4 cannot train: compute capability 7.5",
             "CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            {
+                "torch": TorchFacts(version="2.13.0", gpus=(H200,)),
+                "policy": PolicyFacts(problem="the tripwire does not hold", remedy="Install another torch."),
+            },
+            "problem",
+            "NVIDIA H200 cannot train: the tripwire does not hold",
+            "Install another torch",
         ),
         (
             {"torch": TorchFacts(version="2.13.0", gpus=(H200,)), "disabling_variables": ("TORCHDYNAMO_DISABLE=1",)},
@@ -101,6 +116,28 @@ def test_placement_in_words() -> None:
     assert "4 threads" in placement_of(machine(cores=7))[1]
     assert placement_of(machine(shared_memory=None))[2].endswith("gRPC")
     assert "GPU 0 (NVIDIA H200)" in placement_of(machine(torch=TorchFacts(version="2.13.0", gpus=(H200,))))[0]
+
+
+def test_what_a_trainer_can_do_in_words() -> None:
+    assert list(abilities_of(machine())) == ["CPU"]
+    assert "by SDPA" in abilities_of(machine())["CPU"][0]
+    shown = PolicyFacts(passed=("tripwire: an uncompiled call is refused",))
+    two = machine(torch=TorchFacts(version="2.11.0", gpus=(H200, BLACKWELL)), policy=shown)
+    words = abilities_of(two)
+    assert words["GPU 0"][0] == "compute capability 9.0 (Hopper): bfloat16 and compiled flex_attention"
+    assert words["GPU 0"][-1] == "tripwire: an uncompiled call is refused"
+    assert any(line.startswith("head_dim: 128 at most") for line in words["GPU 1"])
+    failed = machine(torch=TorchFacts(version="2.11.0", gpus=(H200,)), policy=PolicyFacts(problem="no triton"))
+    assert abilities_of(failed)["GPU 0"][-1] == "not shown here: no triton"
+
+
+def test_the_trainers_examination_is_a_child_that_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it finds no GPU; a torch that breaks, and an answer that is none, are facts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert probe_policy().problem == "torch sees no CUDA device"
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(machine_probe.__file__).parents[1]}")
+    assert probe_policy().problem == "the examination failed: ImportError: libcudart.so.99: cannot open"
 
 
 def test_guards_follow_the_version_of_torch() -> None:

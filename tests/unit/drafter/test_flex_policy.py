@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,3 +260,14 @@ def test_a_failure_is_described_with_shapes_and_versions() -> None:
     assert report["error"] == "RuntimeError: guard failed"
     assert report["shapes"] == "input_ids (2048,)"
     assert report["torch"] == str(torch.__version__)
+
+
+def test_a_head_size_that_the_card_cannot_take_is_refused_in_the_doctors_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 5090", major=12, minor=0, shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    flex_policy.check_head_dim(torch.device("cuda"), 128)
+    with pytest.raises(SlipstreamError, match="RTX 5090 cannot train this drafter: head_dim 256 is larger") as refused:
+        flex_policy.check_head_dim(torch.device("cuda"), 256)
+    assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "slipstream doctor" in refused.value.remedy

@@ -1,0 +1,46 @@
+"""`python -m drafter_trainer.doctor`: the trainer's policy by itself, on the GPU that this process sees. Prints JSON.
+
+Environment checks, the tripwire and its self-test, compiled attention forward and backward: all that a trainer does at
+start before it knows its run. Run by `slipstream doctor` in its own process, for it loads torch and changes it.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from slipstream.errors import SlipstreamError
+
+Answer = dict[str, Any]
+
+
+def examine() -> Answer:
+    """Fields of `machine_probe.PolicyFacts`."""
+    if not torch.cuda.is_available():
+        return {"problem": "torch sees no CUDA device", "remedy": "Nothing to do: a CPU trains by SDPA."}
+    from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+
+    device = torch.device("cuda", 0)
+    try:
+        check_environment(device)
+        torch.cuda.set_device(device)
+        configure_compiler(declared_graphs=1)
+        install_tripwire()
+        began = time.monotonic()
+        self_test(device)
+    except SlipstreamError as error:
+        return {"problem": error.message, "remedy": error.remedy}
+    seconds = round(time.monotonic() - began, 1)
+    return {
+        "passed": (
+            "environment: nothing lets compiled attention run dense",
+            "tripwire: an uncompiled call is refused",
+            f"compiled attention, forward and backward in bfloat16: finite ({seconds} s with its compilation)",
+        )
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(examine()) + "\n")
