@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.results_file import Row, write_results
+from benchmarks.kernel_parts import profile_steps
+from benchmarks.results_file import RESULTS, Row, write_results
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--prompts-per-source", type=int, default=12)
     parser.add_argument("--leave-by", type=float, default=90.0, help="seconds from now; what is left then is left out")
     parser.add_argument("--no-graphs", action="store_true", help="for a try-out on a CPU")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--commit", help="for machines without the repository")
     return measure(parser.parse_args())
 
@@ -88,11 +90,11 @@ def measure(args: argparse.Namespace) -> int:
         rows += found
         for row in found:
             sys.stdout.write(f"{row.case:44} {row.metric:44} {row.ours:10.3f} {row.unit}\n")
-        path = write_results("decode_speed", rows, commit=args.commit, extra=extra)
+        path = write_results("decode_speed", rows, commit=args.commit, extra=extra, directory=args.out)
         if time.monotonic() > deadline:
             extra["left_out"].append(f"what follows {name}: out of time")
             break
-    path = write_results("decode_speed", rows, commit=args.commit, extra=extra)
+    path = write_results("decode_speed", rows, commit=args.commit, extra=extra, directory=args.out)
     sys.stdout.write(f"{path}\n")
     return 0
 
@@ -112,8 +114,6 @@ def measurements(
             if args.run:
                 yield "trained", list(trained_rows(args, target, chosen, extra))
             if torch.cuda.is_available():
-                from benchmarks.kernel_parts import profile_steps
-
                 extra["profiles"]["plain step"] = profile_steps(plain.whole, 20)
                 extra["profiles"][case] = profile_steps(drafter.whole, 20)
     if not args.no_graphs:
