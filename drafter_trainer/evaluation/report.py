@@ -152,7 +152,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 table.add_row(named, label, source, *row_in_words(row))
             named = ""
     console.print(table)
-    for line in (*losslessness_in_words(report), target_in_words(report["settings"])):
+    for line in (*losslessness_in_words(report), target_in_words(report["settings"]), loop_in_words(report)):
         console.print(line, markup=False)
 
 
@@ -177,6 +177,12 @@ def _spread(interval: Sequence[float] | None, form: str) -> str:
     if interval is None or interval[0] == interval[1]:
         return ""
     return f" [{interval[0]:{form}}, {interval[1]:{form}}]"
+
+
+def loop_in_words(report: dict[str, Any]) -> str:
+    """What decoded, the same for every way of decoding."""
+    settings = report["settings"]
+    return f"Decoded in {settings['dtype']} over {settings['loop']}, intervals: {report['intervals']}."
 
 
 def target_in_words(settings: dict[str, Any]) -> str:

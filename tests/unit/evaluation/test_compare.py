@@ -20,7 +20,13 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.target_loading import LoadedTarget
 from tests.unit.evaluation.test_decode import random_drafter
 
-SETTINGS = {"dtype": "float32", "gap_bound": 0.0, "target": "other", "target_verified": False}
+SETTINGS = {
+    "dtype": "float32",
+    "gap_bound": 0.0,
+    "target": "other",
+    "target_verified": False,
+    "loop": "caches that grow",
+}
 
 
 def prompts(*sources: str) -> list[Prompt]:
