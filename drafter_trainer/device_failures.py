@@ -1,9 +1,16 @@
-"""What fails on the device or in a compiled call is reported where it fails: phase, shapes, versions, memory."""
+"""What fails on the device or in a compiled call is reported where it fails: phase, shapes, guard, versions, memory.
 
+The report goes to the log, and to a file beside the run (`failures/…json`), which outlives the log's rotation.
+"""
+
+import json
 import logging
+import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
@@ -16,6 +23,19 @@ _SAME_COMMAND = "then start the same command again: a run that has a checkpoint 
 _NEW_RUN = "A run that has a checkpoint keeps its settings: give the changed one another name (--set name=…)."
 
 _log = logging.getLogger(__name__)
+
+_directories: list[Path] = []
+"""Where reports are kept, innermost last: one run's, or none."""
+
+
+@contextmanager
+def reports_kept_in(directory: Path) -> Iterator[None]:
+    """Within the block every report is written to a file in `directory` too; the directory is made when needed."""
+    _directories.append(directory)
+    try:
+        yield
+    finally:
+        _directories.pop()
 
 
 class Phase(StrEnum):
@@ -51,7 +71,8 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
         shapes: of the pack at hand, by tensor name.
 
     Raises:
-        SlipstreamError: OUT_OF_MEMORY when the device's memory is full, with the phase and what to change.
+        SlipstreamError: OUT_OF_MEMORY when the device's memory is full, with the phase and what to change;
+            PACK_OUTSIDE_BUCKETS when a compiled function met what it was not compiled for.
     """
     try:
         yield
@@ -63,6 +84,8 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
         _report(error, phase, shapes)
         if _is_out_of_memory(error):
             raise _out_of_memory(error, phase) from error
+        if _is_recompile(error):
+            raise _recompile(error, phase, shapes) from error
         raise
 
 
@@ -70,7 +93,21 @@ def _report(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, ...]
     # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
     from drafter_trainer.flex_policy import describe_failure
 
-    log_event(_log, "error", "phase_failed", phase=phase.value, **describe_failure(error, shapes or {}))
+    report = {"phase": phase.value, **describe_failure(error, shapes or {})}
+    kept = _keep(report) if _directories else {}
+    log_event(_log, "error", "phase_failed", **report, **kept)
+
+
+def _keep(report: Mapping[str, str]) -> dict[str, str]:
+    """Write the report; returns where it is, or why it is nowhere, for the log."""
+    now = time.gmtime()
+    path = _directories[-1] / f"{time.strftime('%Y%m%dT%H%M%SZ', now)}-{os.getpid()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as refused:
+        return {"report_not_kept": f"{path}: {refused.strerror or refused}"}
+    return {"report": str(path)}
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -86,4 +123,21 @@ def _out_of_memory(error: Exception, phase: Phase) -> SlipstreamError:
         reason=Reason.OUT_OF_MEMORY,
         remedy=f"Give the target server another GPU or stop other programs on this one, {_SAME_COMMAND} "
         f"Or {lower}. {_NEW_RUN}",
+    )
+
+
+def _is_recompile(error: Exception) -> bool:
+    """What torch raises under the stance of the freeze; it has no type of its own."""
+    return isinstance(error, RuntimeError) and "fail_on_recompile" in str(error)
+
+
+def _recompile(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None) -> SlipstreamError:
+    from drafter_trainer.flex_policy import guards_that_failed, shapes_in_words
+
+    guards = "; ".join(guards_that_failed(error)) or "no graph was compiled for it at all"
+    return SlipstreamError(
+        f"A compiled function met what it was not compiled for while {phase.value}: {guards}. "
+        f"The pack: {shapes_in_words(shapes or {}) or 'none'}.",
+        reason=Reason.PACK_OUTSIDE_BUCKETS,
+        remedy="Nothing was computed uncompiled. Report this with the log; the run can resume from its checkpoint.",
     )

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import platform
+import re
 import threading
 import types
 import warnings
@@ -240,7 +241,7 @@ def compiled_graphs() -> int:
 
 
 def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """What a report of a failed compiled call must hold; torch puts the guard's reason into the error's text.
+    """What a report of a failed compiled call must hold.
 
     Args:
         error: what was raised.
@@ -248,7 +249,8 @@ def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]
     """
     report = {
         "error": f"{type(error).__name__}: {error}",
-        "shapes": ", ".join(f"{name} {shape}" for name, shape in shapes.items()),
+        "guards": "; ".join(guards_that_failed(error)),
+        "shapes": shapes_in_words(shapes),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "graphs": str(compiled_graphs()),
@@ -266,6 +268,16 @@ def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]
             # After some failures CUDA answers nothing any more; the report must not hide the failure it is about.
             report["gpu"] = f"does not answer: {lost}"
     return report
+
+
+def guards_that_failed(error: BaseException) -> list[str]:
+    """What differed from every graph there is, as torch wrote it into the error's text."""
+    return re.findall(r"^\s*- \d+/\d+: (.+)$", str(error), flags=re.MULTILINE)
+
+
+def shapes_in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Of tensors, by name."""
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
 def _unsupported(message: str, remedy: str) -> SlipstreamError:

@@ -21,7 +21,7 @@ from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint,
 from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.compile_cache import compiling_turn, use_compile_cache
 from drafter_trainer.device_copy import DeviceCopy
-from drafter_trainer.device_failures import Phase, failures_reported
+from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
@@ -138,6 +138,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     saved = find_saved_state(run, spec, resume=options.resume)
     notice = WaitNotice(options.target, options.agent)
     with ExitStack() as leaving:
+        leaving.enter_context(reports_kept_in(run.root / "failures"))
         client = leaving.enter_context(
             TargetClient(options.target, token=options.token, on_wait=notice, stop=stop.event)
         )

@@ -14,6 +14,9 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 60.0
 # What may be over when another process tries; everything else would end that one as well.
 _PASSING = frozenset(
     {
+        # Of a compiler whose state went wrong: another process has a new one.
+        Reason.DENSE_ATTENTION,
+        Reason.PACK_OUTSIDE_BUCKETS,
         Reason.INTERNAL,
         Reason.LEASE_LOST,
         Reason.LEASE_QUOTA_EXCEEDED,

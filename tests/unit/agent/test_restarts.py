@@ -29,7 +29,6 @@ def told(reason: Reason) -> dict[str, str]:
         Reason.OUT_OF_MEMORY,
         Reason.INCARNATION_STALE,
         Reason.CHECKPOINT_INVALID,
-        Reason.DENSE_ATTENTION,
         Reason.ACCESS_DENIED,
     ],
 )
@@ -39,7 +38,16 @@ def test_what_another_process_would_meet_again_is_final(reason: Reason) -> None:
     assert not failure.may_pass
 
 
-@pytest.mark.parametrize("reason", [Reason.INTERNAL, Reason.PAYLOAD_CORRUPT, Reason.TRANSPORT_UNAVAILABLE])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        Reason.INTERNAL,
+        Reason.PAYLOAD_CORRUPT,
+        Reason.TRANSPORT_UNAVAILABLE,
+        Reason.DENSE_ATTENTION,
+        Reason.PACK_OUTSIDE_BUCKETS,
+    ],
+)
 def test_what_may_pass_is_tried_again(reason: Reason) -> None:
     assert explain(1, told(reason), log=LOG).may_pass
 

@@ -1,6 +1,8 @@
 """What fails on the device is reported with its phase, whichever part of the loop it comes out of."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from drafter_trainer.batch_source import StepBatch
-from drafter_trainer.device_failures import Phase, failures_reported
+from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -98,3 +100,38 @@ def test_every_part_of_the_loop_is_watched(
     (fields,) = fields_of(caplog)
     assert fields["phase"] == phase.value
     assert ("input_ids (128,)" in fields["shapes"]) == (where != "next_batch")
+
+
+RECOMPILED = RuntimeError(
+    "Detected recompile when torch.compile stance is 'fail_on_recompile'. function name: 'drafter'\n"
+    "    triggered by the following guard failure(s):\n"
+    "    - 0/0: tensor 'args[0]' size mismatch at index 0. expected 128"
+)
+
+
+def test_a_missing_graph_ends_in_words_with_guard_and_shapes(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SlipstreamError) as raised,
+        reports_kept_in(tmp_path / "failures"),
+        failures_reported(Phase.STEP, {"input_ids": (256,)}),
+    ):
+        raise RECOMPILED
+    assert raised.value.reason is Reason.PACK_OUTSIDE_BUCKETS
+    assert "size mismatch at index 0. expected 128" in raised.value.message
+    assert "input_ids (256,)" in raised.value.message and "\n" not in raised.value.message
+    (file,) = (tmp_path / "failures").iterdir()
+    report = json.loads(file.read_text())
+    assert report["guards"] == "tensor 'args[0]' size mismatch at index 0. expected 128"
+    assert {"phase", "error", "shapes", "torch", "python", "graphs"} <= report.keys()
+
+
+def test_every_report_is_kept_beside_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError), reports_kept_in(tmp_path / "failures"), failures_reported(Phase.STEP):
+        raise LOST
+    (fields,) = fields_of(caplog)
+    assert json.loads(Path(fields["report"]).read_text())["error"] == f"RuntimeError: {LOST}"
+    caplog.clear()
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError), reports_kept_in(tmp_path / "file"), failures_reported(Phase.STEP):
+        raise LOST
+    assert "File exists" in fields_of(caplog)[0]["report_not_kept"], "and the failure is still the one that was"
