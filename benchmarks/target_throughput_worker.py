@@ -76,6 +76,7 @@ def measure_forward(args: argparse.Namespace) -> dict[str, Any]:
                     rates[name].append(rate)
         answer[case] = rates
     answer["launch_ms"] = ours.launch_milliseconds(packs[0], args.device)
+    answer["recorded"] = ours.recorded
     answer["pack_fill"] = sum(map(sum, packs)) / (len(packs) * PACK_TOKENS)
     answer["attention"] = ours.attention
     answer["parts"] = ours.profile(packs[0]) if args.device == "cuda" else {}
@@ -106,6 +107,7 @@ class Ours:
         began = time.perf_counter()
         self.graphs = self._forward.prepare(PACK_TOKENS)
         self.compile_seconds = time.perf_counter() - began
+        self.recorded = self._forward.is_recorded(PACK_TOKENS)
         self._tokens = np.random.default_rng(0).integers(0, shape.config["vocab_size"], PACK_TOKENS).astype(np.int32)
 
     def run(self, lengths: Sequence[int]) -> None:

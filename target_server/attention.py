@@ -22,6 +22,9 @@ from transformers import AttentionInterface
 
 from slipstream.target_files import model_error
 
+ONE_CALL = "one variable-length flash attention call per layer"
+"""What `choose_kernel` says of the kernel that takes any documents without the host's help."""
+
 ATTENTION_NAME = "slipstream_packed"
 """Name under which `packed_attention` is registered; transformers makes no mask for a name that it does not know."""
 
@@ -232,7 +235,7 @@ def choose_kernel(traits: Sequence[AttentionTraits], device: torch.device, dtype
     """The kernel for a model whose layers ask for `traits`, and one line that says which and why."""
     obstacle = _varlen_obstacle(traits, device, dtype)
     if obstacle is None:
-        return make_varlen_kernel(), "one variable-length flash attention call per layer"
+        return make_varlen_kernel(), ONE_CALL
     return per_document, f"one SDPA call per document and layer, because {obstacle}"
 
 

@@ -4,6 +4,7 @@ One row of T tokens, documents one after another, positions restarting, attentio
 computed, no logits are, and layers after the last one asked for do not run.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from slipstream.target_files import model_error
 from slipstream.target_loading import decoder_layers, decoder_of
 from target_server.attention import (
     ATTENTION_NAME,
+    ONE_CALL,
     AttentionTraits,
     Kernel,
     PackedDocuments,
@@ -30,6 +32,7 @@ from target_server.attention import (
 
 if TYPE_CHECKING:
     from target_server.compiled_layers import CompiledLayers
+    from target_server.forward_graphs import ForwardGraphs
 
 LAST_HIDDEN_STATE = "last_hidden_state"
 # Mean difference of a layer's output, as a share of its mean magnitude: what many layers of rounding may add up to.
@@ -63,6 +66,8 @@ class PackedForward:
         self._backend = backend
         self._compiled: dict[int, CompiledLayers] = {}
         """By rows of a pack, warmed up."""
+        self._graphs: dict[int, ForwardGraphs] = {}
+        """By rows of a pack, where the host is slower than the device."""
         self._device = model.get_input_embeddings().weight.device
         _use_packed_attention(model)
         self._kernel: Kernel = per_document
@@ -102,15 +107,25 @@ class PackedForward:
         for frozen in (False, True):
             with compiled.in_place(frozen=frozen):
                 outputs = self._run(tokens, lengths, compared)
+                launch_bound = self._is_launch_bound(tokens, lengths)
         for layer in compared:
             _check_equal(layer, outputs[layer][: sum(lengths)], expected[layer])
         self._compiled[rows] = compiled
+        if launch_bound:
+            from target_server.forward_graphs import ForwardGraphs
+
+            self._graphs[rows] = ForwardGraphs(rows, self._device, self._kernel, self._run_documents)
         return compiled_graphs() - before
+
+    def is_recorded(self, rows: int) -> bool:
+        """Whether packs of `rows` tokens are launched as CUDA graphs."""
+        return rows in self._graphs
 
     def stop_compiling(self) -> None:
         """From now on layers run as they are."""
         self._backend = None
         self._compiled.clear()
+        self._graphs.clear()
 
     def capture(
         self,
@@ -157,25 +172,22 @@ class PackedForward:
             )
         tokens = np.zeros_like(token_ids)
         tokens[:used] = token_ids[:used]
-        with self._compiled[rows].in_place(frozen=True):
-            return self._run(tokens, document_lengths, layer_ids)
+        with self._compiled[rows].in_place(frozen=True), torch.no_grad():
+            recorded = self._graphs.get(rows)
+            outputs = recorded.run(*_rows_of(tokens, document_lengths), layer_ids) if recorded is not None else None
+            return self._run(tokens, document_lengths, layer_ids) if outputs is None else outputs
 
     def _run(
         self, token_ids: npt.NDArray[np.int32], document_lengths: Sequence[int], layer_ids: Sequence[int]
     ) -> dict[int, Tensor]:
         """Outputs `[T, D]` by layer. What follows the last document is computed as one more, all at position 0."""
-        rest = len(token_ids) - sum(document_lengths)
-        documents = PackedDocuments((*document_lengths, rest) if rest else document_lengths, self._device, self._kernel)
-        positions = [np.arange(length, dtype=np.int64) for length in document_lengths]
-        positions.append(np.zeros(rest, dtype=np.int64))
-        return self._run_documents(documents, token_ids, np.concatenate(positions), layer_ids)
+        tokens, positions, lengths = _rows_of(token_ids, document_lengths)
+        documents = PackedDocuments(lengths, self._device, self._kernel)
+        on_device = to_device(tokens, self._device), to_device(positions, self._device)
+        return self._run_documents(documents, *on_device, layer_ids)
 
     def _run_documents(
-        self,
-        documents: PackedDocuments,
-        token_ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int64],
-        layer_ids: Sequence[int],
+        self, documents: PackedDocuments, tokens: Tensor, positions: Tensor, layer_ids: Sequence[int]
     ) -> dict[int, Tensor]:
         assert layer_ids and min(layer_ids) >= 0 and max(layer_ids) < self.num_layers, f"no such layers: {layer_ids}"
         outputs: dict[int, Tensor] = {}
@@ -187,19 +199,28 @@ class PackedForward:
                 hook = _capturing_hook(outputs, layer_id, leave=layer_id == last)
                 hooks.callback(self._layers[layer_id].register_forward_hook(hook).remove)
             try:
-                self._decoder(
-                    input_ids=to_device(torch.from_numpy(token_ids.astype(np.int64)), self._device)[None],
-                    position_ids=to_device(torch.from_numpy(positions), self._device)[None],
-                    use_cache=False,
-                )
+                self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
             except _AllCaptured:
                 return outputs
         raise AssertionError(f"the decoder ended without running layer {last}")
 
+    def _is_launch_bound(self, tokens: npt.NDArray[np.int32], lengths: Sequence[int]) -> bool:
+        """Whether a GPU waits for the host in a compiled forward."""
+        if self._device.type != "cuda" or self.attention != ONE_CALL:
+            return False
+        from target_server.forward_graphs import LAUNCH_BOUND
+
+        torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        self._run(tokens, lengths, (self.num_layers - 1,))
+        launched = time.perf_counter() - began
+        torch.cuda.synchronize(self._device)
+        return launched > LAUNCH_BOUND * (time.perf_counter() - began)
+
     def _observe(self) -> dict[int, AttentionTraits]:
         """Run a few tokens through all layers and see what they ask of attention, by the attention module's id."""
         documents = PackedDocuments((2, 1), self._device, self._kernel)
-        tokens, positions = np.zeros(3, dtype=np.int32), np.array([0, 1, 0])
+        tokens, positions = (torch.tensor(row, device=self._device) for row in ([0, 0, 0], [0, 1, 0]))
         self._run_documents(documents, tokens, positions, (self.num_layers - 1,))
         for index, layer in enumerate(self._layers):
             if not any(id(module) in documents.traits for module in layer.modules()):
@@ -229,6 +250,17 @@ def _capturing_hook(outputs: dict[int, Tensor], layer_id: int, leave: bool) -> A
             raise _AllCaptured
 
     return keep
+
+
+def _rows_of(
+    token_ids: npt.NDArray[np.int32], document_lengths: Sequence[int]
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Token ids and positions `[T]`, int64, and lengths that fill the row."""
+    rest = len(token_ids) - sum(document_lengths)
+    positions = [np.arange(length, dtype=np.int64) for length in document_lengths]
+    positions.append(np.zeros(rest, dtype=np.int64))
+    lengths = (*document_lengths, rest) if rest else tuple(document_lengths)
+    return torch.from_numpy(token_ids.astype(np.int64)), torch.from_numpy(np.concatenate(positions)), lengths
 
 
 def _pad(output: Tensor, used: int, rows: int) -> Tensor:

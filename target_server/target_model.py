@@ -110,6 +110,7 @@ class TargetModel:
         if graphs:
             log_event(
                 _logger, "info", "target_compiled", pack_tokens=pack_tokens, graphs=graphs,
+                recorded=self._forward.is_recorded(pack_tokens),
                 seconds=round(time.monotonic() - start, 1),
             )  # fmt: skip
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from target_server.attention import ONE_CALL
 from target_server.forward import PackedForward
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
 from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
 
-ONE_CALL = "one variable-length flash attention call per layer"
 LONG_LENGTHS = (1, 700, 1, 300, 22)
 
 
@@ -69,14 +69,17 @@ def test_compiled_layers(family: Family, kinds: int, tmp_path: Path) -> None:
     forward = PackedForward(load_tiny_target(tmp_path, "bfloat16", "cuda").model, backend="inductor")
     rows = sum(LONG_LENGTHS)
     assert forward.prepare(rows) == kinds
-    for lengths in (LONG_LENGTHS, LENGTHS):
-        tokens = random_tokens(rows)
+    assert forward.is_recorded(rows), "so small a model is launched slower than it is computed"
+    # Other documents in one recording, more of them, and the first again.
+    for seed, lengths in enumerate((LONG_LENGTHS, LENGTHS, (10,) * 60, (300, 1, 400), LONG_LENGTHS)):
+        tokens = random_tokens(rows, seed)
         captured = forward.capture(tokens, lengths, range(4), last_hidden_state=True)
         exact = alone(load_reference(tmp_path, "float32", "cuda"), tokens, lengths)
         for ours, truth in zip(by_layer(captured, 4), exact, strict=True):
             used = ours[: sum(lengths)]
             assert ((used.float() - truth).abs().mean() / truth.abs().mean()).item() < 0.02
             assert not ours[sum(lengths) :].any()
+    assert forward._graphs[rows]._recordings.keys() == {(16, 1024, (0, 1, 2, 3)), (64, 512, (0, 1, 2, 3))}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

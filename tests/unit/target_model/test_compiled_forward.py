@@ -13,6 +13,7 @@ from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
 from target_server.compiled_layers import compiled_graphs
 from target_server.forward import PackedForward
+from target_server.forward_graphs import cumulative_lengths, round_up
 from target_server.target_model import TargetModel, choose_backend
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
@@ -175,3 +176,9 @@ def test_a_target_that_cannot_be_compiled(
     assert "target_not_compiled" in caplog.text
     assert target.is_prepared(64)
     assert target.capture(random_tokens(64), (60,), (0,), False)["hidden_states.0"].shape == (64, 64)
+
+
+def test_what_a_recorded_forward_is_told_of_documents() -> None:
+    assert [round_up(value, 16) for value in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    assert cumulative_lengths((5, 1, 7), 4).tolist() == [0, 5, 6, 13, 13], "a missing document is empty"
+    assert cumulative_lengths((3, 2), 2).tolist() == [0, 3, 5]

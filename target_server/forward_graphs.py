@@ -1,0 +1,112 @@
+"""Forwards of a small target as recorded CUDA graphs: the host launches one thing a pack instead of hundreds.
+
+A recording holds its kernels with their arguments, so what changes from pack to pack lies in fixed memory: tokens,
+positions, and where documents end. Their number and the longest are rounded up to powers of two; documents that are not
+there are empty. Every combination is recorded when it first comes, in a fraction of a second.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.telemetry.logs import log_event
+from target_server.attention import Kernel, PackedDocuments, to_device
+
+RunDocuments = Callable[[PackedDocuments, Tensor, Tensor, Sequence[int]], dict[int, Tensor]]
+"""(documents, token ids [T], positions [T], layers) -> outputs [T, D] by layer."""
+
+LAUNCH_BOUND = 0.5
+"""A forward whose launch takes more than this share of its time is recorded."""
+_FEWEST_DOCUMENTS = 16
+_SHORTEST_LONGEST = 512
+_MOST_RECORDINGS = 16
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    cumulative_lengths: Tensor
+    outputs: dict[int, Tensor]
+
+
+class ForwardGraphs:
+    """Recorded forwards of packs of one length, on one device. For the engine thread."""
+
+    def __init__(self, rows: int, device: torch.device, kernel: Kernel, run: RunDocuments) -> None:
+        """`run` must launch the same kernels every time, whatever the tokens are."""
+        self._rows, self._device, self._kernel, self._run = rows, device, kernel, run
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._recordings: dict[tuple[int, int, tuple[int, ...]], _Recording] = {}
+        self._pool: Any = None
+        self._refused = False
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], layer_ids: Sequence[int]
+    ) -> dict[int, Tensor] | None:
+        """Outputs `[T, D]` by layer, new tensors; None where this pack is not recorded and cannot be.
+
+        Args:
+            tokens: int64 `[T]`, in host memory.
+            positions: int64 `[T]`, in host memory.
+            lengths: of all documents, which fill the pack.
+            layer_ids: captured layers.
+        """
+        key = (round_up(len(lengths), _FEWEST_DOCUMENTS), round_up(max(lengths), _SHORTEST_LONGEST), tuple(layer_ids))
+        if key not in self._recordings and (self._refused or len(self._recordings) >= _MOST_RECORDINGS):
+            return None
+        self._tokens.copy_(tokens.pin_memory(), non_blocking=True)
+        self._positions.copy_(positions.pin_memory(), non_blocking=True)
+        cumulative = cumulative_lengths(lengths, key[0])
+        if key not in self._recordings:
+            try:
+                self._recordings[key] = self._record(key, cumulative)
+            except RuntimeError as error:
+                self._refused = True
+                log_event(
+                    _log, "warning", "forward_not_recorded", error=str(error).partition("\n")[0],
+                    effect="the host launches every kernel of a pack",
+                )  # fmt: skip
+                return None
+        recording = self._recordings[key]
+        recording.cumulative_lengths.copy_(cumulative.pin_memory(), non_blocking=True)
+        recording.graph.replay()
+        # The next pack writes where these are.
+        return {layer: output.clone() for layer, output in recording.outputs.items()}
+
+    def _record(self, key: tuple[int, int, tuple[int, ...]], cumulative: Tensor) -> _Recording:
+        _, longest, layer_ids = key
+        documents = PackedDocuments((self._rows,), self._device, self._kernel)
+        documents.cumulative_lengths = to_device(cumulative, self._device)
+        documents.max_length = min(longest, self._rows)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._run(documents, self._tokens, self._positions, layer_ids)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on to use CUDA: a new stream's memory may be locked meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = self._run(documents, self._tokens, self._positions, layer_ids)
+        self._pool = graph.pool()
+        log_event(_log, "info", "forward_recorded", documents=key[0], longest=documents.max_length)
+        return _Recording(graph, documents.cumulative_lengths, outputs)
+
+
+def round_up(value: int, least: int) -> int:
+    """The power of two that is not below either."""
+    return 1 << (max(value, least) - 1).bit_length()
+
+
+def cumulative_lengths(lengths: Sequence[int], count: int) -> Tensor:
+    """Where documents begin and end, int32 `[count + 1]`; documents that are not there are empty, at the end."""
+    ends = torch.zeros(count + 1, dtype=torch.int32)
+    ends[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    ends[len(lengths) + 1 :] = ends[len(lengths)].item()
+    return ends
