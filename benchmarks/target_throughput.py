@@ -166,7 +166,7 @@ def table(rows: list[Row], answers: list[dict[str, Any]]) -> str:
             launch = answer["launch_ms"]
             lines.append(
                 f"{what}: a pack launched in {launch['launched']:.1f} ms, computed after {launch['computed']:.1f} ms; "
-                f"compiled in {answer['compile_seconds']:.1f} s, {'recorded' if answer.get('recorded') else 'not recorded'}"
+                f"compiled in {answer['compile_seconds']:.1f} s, recorded: {answer['recorded']}"
             )
         else:
             lines.append(f"{what}: {answer['engine_ms']} read {answer['read_ms']:.1f} ms by {answer['transport']}")

@@ -25,6 +25,7 @@ def test_ratios_and_what_failed() -> None:
     asked = {"what": "forward", "size": "qwen3-8b", "compile": "true"}
     forward = asked | {
         "even": rates, "real": rates, "launch_ms": {"launched": 1.0, "computed": 2.0}, "compile_seconds": 3.0,
+        "recorded": False,
     }  # fmt: skip
     served = asked | {"what": "serve", "packs_per_second": 9.0, "forward": {"packs_per_second": [10.0, 11.0, 9.0]}}
     failed = asked | {"what": "serve", "size": "smollm2-135m", "failed": "ended with 1"}
