@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from drafter_trainer.block_mask import AttentionLayout, BlockAttention
 from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig
@@ -136,6 +137,8 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recomputes_layers = False
+        """Keep what enters each layer, and compute the layer once more in the backward: half the memory, more time."""
 
     def attention_layout(self, kind: str) -> AttentionLayout:
         """What `build_block_attention` must know of this drafter; `kind` is "flex" or "sdpa"."""
@@ -209,7 +212,12 @@ class DFlashDrafter(nn.Module):
     ) -> Tensor:
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         for layer, layer_context in zip(self._draft_layers(), context, strict=True):
-            block = layer(block, layer_context, tables, attention)
+            arguments = block, layer_context, tables, attention
+            if self.recomputes_layers and torch.is_grad_enabled():
+                # Whole layers, and never reentrant: flex_attention is traced once, with gradients.
+                block = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                block = layer(*arguments)
         return self.norm(block)
 
     def _draft_layers(self) -> list[DraftLayer]:

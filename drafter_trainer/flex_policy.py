@@ -176,6 +176,9 @@ def configure_compiler(declared_graphs: int) -> None:
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         # A backward compiled at the first .backward() would escape a warm-up without one.
         torch._functorch.config.force_non_lazy_backward_lowering = True
+    # What is cheap to compute (a norm's output, the gated product) is not kept for the backward's products but computed
+    # once more: a fifth of the activations, at the price of one pass over each.
+    torch._functorch.config.ban_recompute_materialized_backward = False
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, declared_graphs)
 

@@ -101,6 +101,7 @@ class TrainingStep:
         with torch.device("meta"):
             drafter = DFlashDrafter(config)
         self.drafter = drafter.to_empty(device=self.device)
+        self.drafter.recomputes_layers = spec.train.activation_checkpointing
         self._recorder = self._make_recorder(spec)
         self.optimizer = DrafterOptimizer(
             self.drafter, spec.optimizer, compute_dtype=self._compute_dtype, fused=self._fused_update(spec)

@@ -254,6 +254,9 @@ class TrainSpec(Section):
     docs/decisions/0011-fp8-products.md."""
     attention: Literal["flex", "sdpa"] = "flex"
     """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each draft layer, and compute the layer once more in the backward: less memory, more time,
+    the same result."""
     cuda_graphs: Literal["auto"] | bool = False
     """Record the step once and launch it as one: for small drafters, whose step is bound by launches. auto: by the
     drafter's size; the log says what was chosen and why."""

@@ -210,6 +210,19 @@ def test_the_targets_last_state_is_read_only_where_the_objective_needs_it() -> N
         make_step(make_spec(objective="tv")).run(StepBatch(0, (without,)), 1e-2)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_that_are_computed_again_learn_the_same_bits(precision: str) -> None:
+    spec = make_spec(packs_per_step=2, precision=precision)
+    train = spec.train.model_copy(update={"activation_checkpointing": True})
+    kept, recomputed = make_step(spec), make_step(spec.model_copy(update={"train": train}))
+    assert recomputed.drafter.recomputes_layers
+    for number in range(3):
+        batch = StepBatch(number, (make_pack(2 * number), make_pack(2 * number + 1)))
+        assert kept.run(batch, 1e-3).wait() == recomputed.run(batch, 1e-3).wait()
+    for name, weight in kept.optimizer.weights().items():
+        assert torch.equal(recomputed.optimizer.weights()[name], weight), name
+
+
 class HostSync(TorchDispatchMode):
     """Refuses what makes the host wait for a GPU: reading a value, or a shape that depends on values."""
 
