@@ -1,0 +1,75 @@
+"""Real processes: a run is exported, measured, and trained on; drafters of others are trained on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.processes import Processes
+from tests.fakes.training import Trainer
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "formats"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_recipe: Path, target_address: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of three steps."""
+    started = Processes()
+    run = Trainer(started, tiny_recipe, tmp_path_factory.mktemp("run") / "run", "name=origin", "train.max_steps=3")
+    run.finish(target_address)
+    started.close()
+    return run.directory
+
+
+def first_loss(processes: Processes, recipe: Path, address: str, directory: Path, *settings: str) -> object:
+    run = Trainer(processes, recipe, directory, f"name={directory.name}", "train.max_steps=2", *settings)
+    ended = run.finish(address, timeout=90)
+    assert " first_weights directory=" in ended.output, ended.output
+    return run.losses()[0]
+
+
+@pytest.mark.parametrize("name", ["vllm", "zlab"])
+def test_export_measure_and_train_on(
+    name: str, processes: Processes, trained: Path, tiny_recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "exported"
+    flags = ("--to", name, "--output", output, "--threads", "1")
+    exported = processes.start("slipstream.cli", "checkpoint", "export", f"{trained}@3", *flags)
+    assert exported.wait_exit(timeout=120) == 0, exported.output
+    assert " self_test_passed " in exported.output
+    again = processes.start("slipstream.cli", "checkpoint", "export", trained, *flags)
+    assert again.wait_exit(timeout=60) == 3, again.output
+    assert "exists already" in again.output and "--force" in again.output
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "why?"}) + "\n")
+    flags = ("--device", "cpu", "--threads", "1", "--max-new-tokens", "6", "--prompts", prompts)
+    measured = processes.start("drafter_trainer", "eval", output, *flags)
+    assert measured.wait_exit(timeout=90) == 0, measured.output
+    assert "Lossless" in measured.output and "Target verified" in measured.output
+
+    losses = {
+        first_loss(
+            *(processes, tiny_recipe, target_address, tmp_path / f"{name}-{number}", f"drafter.init_from={source}")
+        )
+        for number, source in enumerate((output, trained))
+    }
+    assert len(losses) == 1, "an export and its checkpoint begin with the same weights, bit for bit"
+
+
+@pytest.mark.parametrize("name", ["speculators", "specforge"])
+def test_train_on_from_what_others_wrote(
+    name: str, processes: Processes, tiny_recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    settings = (f"drafter.init_from={GOLDEN / name}", "drafter.intermediate_size=96")
+    assert first_loss(processes, tiny_recipe, target_address, tmp_path / name, *settings)
+
+
+def test_a_drafter_of_other_sizes_is_refused_in_words(
+    processes: Processes, tiny_recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    run = Trainer(processes, tiny_recipe, tmp_path / "run", "name=other", f"drafter.init_from={GOLDEN / 'speculators'}")
+    process = run.start(target_address)
+    assert process.wait_exit(timeout=90) == 2, process.output
+    assert "intermediate_size 96 (expected 128)" in process.output
+    assert "Set in [drafter]: intermediate_size = 96." in process.output and "Traceback" not in process.output
