@@ -40,7 +40,7 @@ def make_spec(*, cuda_graphs: bool, packs_per_step: int = 1, slot_weights: str =
         name="tiny",
         target=TargetSpec(model="m"),
         data=DataSpec(files=("d",), pack_tokens=max(LENGTHS)),
-        drafter=DrafterSpec(num_layers=2, target_layer_ids=(1, 2), block_size=BLOCK, mask_token_id=MASK_TOKEN),
+        drafter=DrafterSpec(num_layers=1, target_layer_ids=(1, 2), block_size=BLOCK, mask_token_id=MASK_TOKEN),
         train=TrainSpec(
             device="cuda",
             anchors_per_pack=ANCHORS,
