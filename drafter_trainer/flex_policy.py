@@ -39,6 +39,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REQUIRED_DYNAMO_CONFIG = {"suppress_errors": False, "disable": False, "error_on_nested_fx_trace": True}
+_declared: dict[str, int] = {}
 _SELF_TEST_HEADS, _SELF_TEST_HEAD_DIM, _SELF_TEST_CONTEXT, _SELF_TEST_BLOCK = 2, 64, 256, 16
 
 
@@ -203,6 +204,9 @@ def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callab
     wanted: dict[str, Any] = {"recompile_limit": graphs, "isolate_recompiles": True}
     offered = inspect.signature(torch.compile).parameters
     options = {key: value for key, value in wanted.items() if key in offered}
+    if "recompile_limit" not in options:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
+    _declared[name] = graphs
     compiled = torch.compile(own_code, fullgraph=True, dynamic=False, **options)
     owner = threading.get_ident()
 
@@ -236,6 +240,11 @@ class CompilationFreeze:
             reason=Reason.PACK_OUTSIDE_BUCKETS,
             remedy="A shape, dtype or grad mode was not part of the warm-up; report this with the log.",
         )
+
+
+def graphs_declared() -> dict[str, int]:
+    """What this process means to compile: `graphs` of every `compile_owned`, by name."""
+    return dict(_declared)
 
 
 def compiled_graphs() -> int:

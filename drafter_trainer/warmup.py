@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack
 from drafter_trainer.device_copy import DeviceCopy
-from drafter_trainer.flex_policy import CompilationFreeze, compiled_graphs
+from drafter_trainer.flex_policy import CompilationFreeze, compiled_graphs, graphs_declared
 from drafter_trainer.gradient_check import GradientCheck
 from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from slipstream.errors import SlipstreamError
@@ -50,22 +50,32 @@ def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, v
     run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
     graphs = compiled_graphs()
     run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
-    if compiled_graphs() != graphs:
-        raise SlipstreamError(
-            f"The same packs compiled {compiled_graphs() - graphs} more graphs when they came a second time.",
-            reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="This torch guards on something that changes from step to step: report this with the log.",
-        )
+    require_same_graphs(graphs)
     CompilationFreeze(plan.pack_lengths).freeze()
     log_event(
         _log,
         "info",
         "warmed_up",
         graphs=graphs,
+        declared=", ".join(f"{name} {number}" for name, number in graphs_declared().items()),
         pack_lengths=plan.pack_lengths,
         gradients_seconds=round(compared - started, 1),
         seconds=round(time.monotonic() - started, 1),
     )
+
+
+def require_same_graphs(before: int) -> None:
+    """Refuse to go on when packs that have been there before were compiled again.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    if compiled_graphs() != before:
+        raise SlipstreamError(
+            f"The same packs compiled {compiled_graphs() - before} more graphs when they came a second time.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="This torch guards on something that changes from step to step: report this with the log.",
+        )
 
 
 def load_representable_weights(step: TrainingStep) -> None:

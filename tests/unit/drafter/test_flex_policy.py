@@ -24,6 +24,7 @@ from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets, 
 from drafter_trainer.block_mask import AttentionLayout, BlockAttention, build_block_attention
 from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.warmup import require_same_graphs
 from slipstream.compile_guards import guards_of, torch_release
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -181,6 +182,7 @@ def test_the_loss_of_all_chunks_is_one_graph(backend: Callable[[object], None], 
     hidden, head = torch.randn(40, 12, generator=generator), torch.randn(VOCAB, 12, generator=generator)
     before = flex_policy.compiled_graphs()
     compiled = flex_policy.compile_owned(loss_of_chunk, name="loss", graphs=1)
+    assert flex_policy.graphs_declared()["loss"] == 1
     results = []
     for chunk_loss in (compiled, None):
         rows = hidden.clone().requires_grad_()
@@ -233,6 +235,11 @@ def test_after_the_freeze_nothing_compiles(backend: Callable[[object], None], un
     known = flex_policy.compile_owned(torch.neg, name="known", graphs=2)
     unknown = flex_policy.compile_owned(torch.abs, name="unknown", graphs=2)
     known(torch.ones(3))
+    graphs = flex_policy.compiled_graphs()
+    require_same_graphs(graphs)
+    known(torch.ones(5))
+    with pytest.raises(SlipstreamError, match="compiled 1 more graphs when they came a second time"):
+        require_same_graphs(graphs)
     assert flex_policy.CompilationFreeze((128, 256)).freeze() >= 1
     assert known(torch.ones(3)).tolist() == [-1.0] * 3
     with pytest.raises(RuntimeError, match="fail_on_recompile"):
