@@ -5,14 +5,15 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention as flex_forward_op
-from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward_op
 
 from drafter_trainer import flex_policy
 from drafter_trainer.fp8 import Fp8Head, Fp8Linear, Fp8Products, check_fp8, product, quantise
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.warmup import adversarial_batches, warm_up
 from slipstream.run_spec.spec import LossSpec
 from tests.fakes.fp8_cases import Fp8Case, cosine, distance, fp8_case, fp8_drafter
+from tests.gpu.real_step import LENGTHS, VOCABULARY, real_plan, real_spec, real_step
+from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
 CUDA = torch.device("cuda")
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -22,18 +23,6 @@ pytestmark = pytest.mark.skipif(not HAS_FP8, reason="needs a CUDA device of comp
 @pytest.fixture(scope="module")
 def case() -> Fp8Case:
     return fp8_case(hidden=1024, layers=2, vocabulary=8192, pack_tokens=512, device="cuda")
-
-
-@pytest.fixture(autouse=True)
-def _policy():  # type: ignore[no-untyped-def]
-    kept = [(operator, dict(operator.py_kernels)) for operator in (flex_forward_op, flex_backward_op)]
-    torch._dynamo.reset()
-    flex_policy.configure_compiler(declared_graphs=4)
-    flex_policy.install_tripwire()
-    yield
-    for operator, kernels in kept:
-        operator.py_kernels.update(kernels)
-        operator._dispatch_cache.clear()
 
 
 def gradients(case: Fp8Case, dtype: torch.dtype, kind: str, *, in_fp8: bool = False) -> dict[str, Tensor]:
@@ -104,3 +93,24 @@ def test_weights_and_head_are_rounded_alike_compiled_and_eager() -> None:
     head = Fp8Head.of(weight.detach())
     assert distance(head.rounded.float() * head.scale, weight) < 0.04
     assert torch.equal(head.transposed.float(), head.rounded.float().t())
+
+
+def test_the_real_step_is_warmed_up_and_learns_as_in_bfloat16() -> None:
+    losses = {}
+    for in_fp8 in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.callback.callback_handler.clear()
+        torch.compiler.set_stance("default")
+        spec = real_spec(fp8=in_fp8)
+        step, plan = real_step(spec, LENGTHS[:1]), real_plan(spec, LENGTHS[:1])
+        warm_up(step, plan, torch.bfloat16, vocab_size=VOCABULARY)
+        step.load_weights(step.first_weights(0))
+        _, batch = next(
+            case
+            for case in adversarial_batches(CUDA, plan, torch.bfloat16, vocab_size=VOCABULARY)
+            if case[0].startswith("every anchor")
+        )
+        losses[in_fp8] = [step.run(batch, 1e-3).wait().acceptance.loss for _ in range(12)]
+    warnings.warn(f"losses in bfloat16 {losses[False]}, in FP8 {losses[True]}", stacklevel=1)
+    assert losses[True][-1] < losses[True][0] - 0.2
+    assert abs(losses[True][-1] - losses[False][-1]) < 0.1 * losses[False][0]
