@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "what this machine has, what is missing, and what will run where",
     "down": "stop the local stack: trainers save first",
     "eval": "decode prompts with a trained drafter: accepted length, speed, losslessness",
+    "plan": "what a run will need of memory, time, wire and disk, before anything starts",
     "recipe": "print a run definition, resolved, with where each value came from",
     "run": "runs of a control API: create, list, watch, pause, resume, stop, delete",
     "target": "target servers that a control API knows",

@@ -13,8 +13,9 @@ while gradients appear, so that it holds the larger of both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
-from slipstream.plan.sizes import RunSizes
+from slipstream.plan.sizes import TILE, RunSizes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -162,7 +163,7 @@ def backward_intermediates(sizes: RunSizes) -> int:
 
 def bytes_per_logit(sizes: RunSizes) -> int:
     """As the trainer's loss counts it to choose its chunk: carefully."""
-    return 24 if sizes.needs_target_distribution else 8
+    return 24 if sizes.needs_target_distribution else 4
 
 
 def used_bytes_per_logit(sizes: RunSizes) -> int:
@@ -176,9 +177,17 @@ def chunk_blocks(sizes: RunSizes, device_bytes: int) -> int:
     rows = sizes.chunk_rows
     if rows is None:
         rows = min(_LARGEST_LOGITS, device_bytes // _LOGITS_SHARE) // (bytes_per_logit(sizes) * sizes.vocab_size)
-    most = max(1, rows // (sizes.block_size - 1))
-    chunks = -(-sizes.anchors_per_pack // most)
-    return -(-sizes.anchors_per_pack // chunks)
+    return _best_length(sizes.anchors_per_pack, max(1, rows // (sizes.block_size - 1)), sizes.block_size - 1)
+
+
+@cache
+def _best_length(blocks: int, most: int, slots: int) -> int:
+    """As the trainer's loss chooses it: of at most so many blocks, the length whose tiles compute the fewest rows."""
+
+    def rows_computed(length: int) -> int:
+        return -(-blocks // length) * (-(-length * slots // TILE) * TILE)
+
+    return min(range(min(most, blocks), 0, -1), key=rows_computed)
 
 
 def logits_bytes(sizes: RunSizes, device_bytes: int) -> int:

@@ -5,6 +5,7 @@ packs ready, no graphs); dear is what trains something else (fewer anchors, a sh
 layers). The cheapest combination that fits is the nearest.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -12,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.plan.memory import chunk_blocks, plan_memory
-from slipstream.plan.sizes import RunSizes
+from slipstream.plan.sizes import TILE, RunSizes
 
 _ANCHOR_MULTIPLE = 8
-_TOKEN_MULTIPLE = 128
 _LEAST_PREFETCH = 2
 
 
@@ -46,28 +46,42 @@ def nearest_fit(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> Fit | N
         limit_bytes: what the run may use of the device.
         device_bytes: what the device has, which decides the default chunk of the loss.
     """
-    combinations = itertools.product(*(list(knob) for knob in _knobs(sizes, device_bytes)))
-    best: Fit | None = None
-    for changes in combinations:
-        price = sum(change.price for change in changes)
-        if best is not None and price >= best.price:
-            continue
+    knobs = [sorted(knob, key=_price) for knob in _knobs(sizes, device_bytes)]
+    extremes = itertools.product(*((knob[0], knob[-1]) for knob in knobs))
+    if all(_peak(sizes, changes, device_bytes) > limit_bytes for changes in extremes):
+        return None
+    # From cheap to dear, so that the first that fits is the nearest: levels of all knobs, one step at a time.
+    start = (0,) * len(knobs)
+    waiting, seen = [(0.0, start)], {start}
+    while waiting:
+        price, levels = heapq.heappop(waiting)
+        changes = tuple(knob[level] for knob, level in zip(knobs, levels, strict=True))
         peak = _peak(sizes, changes, device_bytes)
         if peak <= limit_bytes:
-            best = Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
-    return best
+            return Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+        for index, knob in enumerate(knobs):
+            level = levels[index] + 1
+            further = (*levels[:index], level, *levels[index + 1 :])
+            if level < len(knob) and further not in seen:
+                seen.add(further)
+                heapq.heappush(waiting, (price + knob[level].price - knob[level - 1].price, further))
+    return None
 
 
 def single_fits(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> list[Fit]:
     """For every setting that is enough alone: the least change of it. Arguments as of `nearest_fit`."""
     found = []
     for knob in _knobs(sizes, device_bytes):
-        for change in sorted(knob, key=lambda change: change.price):
+        for change in sorted(knob, key=_price):
             peak = _peak(sizes, (change,), device_bytes)
             if change.settings and peak <= limit_bytes:
                 found.append(Fit(change.settings, change.price, peak))
                 break
     return sorted(found, key=lambda fit: fit.price)
+
+
+def _price(change: Change) -> float:
+    return change.price
 
 
 def _peak(sizes: RunSizes, changes: tuple[Change, ...], device_bytes: int) -> int:
@@ -84,8 +98,9 @@ def _knobs(sizes: RunSizes, device_bytes: int) -> list[Iterator[Change]]:
         _steps(
             "train.anchors_per_pack", "anchors_per_pack", sizes, _shares(sizes.anchors_per_pack, _ANCHOR_MULTIPLE), 2.0
         ),
-        _steps("data.pack_tokens", "pack_tokens", sizes, _shares(sizes.pack_tokens, _TOKEN_MULTIPLE), 3.0),
-        _flag("optimizer.kind=muon", sizes.optimizer == "adamw", {"optimizer": "muon"}, 4.0),
+        _steps("data.pack_tokens", "pack_tokens", sizes, _pack_lengths(sizes), 3.0),
+        _steps("train.packs_per_step", "packs_per_step", sizes, _halves(sizes.packs_per_step), 2.5),
+        _flag("optimizer.kind=muon", sizes.optimizer == "adamw" and not sizes.cuda_graphs, {"optimizer": "muon"}, 4.0),
         _flag("optimizer.ema_decay=", sizes.moving_average, {"moving_average": False}, 4.0),
         _layers(sizes),
     ]
@@ -103,6 +118,8 @@ def _chunks(sizes: RunSizes, device_bytes: int) -> Iterator[Change]:
 def _layers(sizes: RunSizes) -> Iterator[Change]:
     """Features stay as many as they are."""
     yield _as_it_is()
+    if sizes.layers_are_named:
+        return
     for fewer in range(sizes.num_layers - 1, 0, -1):
         settings = (f"drafter.num_layers={fewer}", f"drafter.num_features={sizes.num_features}")
         yield _change(settings, 8.0 * math.log2(sizes.num_layers / fewer), {"num_layers": fewer})
@@ -127,6 +144,16 @@ def _shares(value: int, multiple: int) -> set[int]:
     """Eighths of a value, and halves of an eighth, that are multiples."""
     eighths = {value * share // 64 // multiple * multiple for share in (56, 48, 40, 32, 24, 16, 8, 4, 2)}
     return {share for share in eighths if share > 0}
+
+
+def _pack_lengths(sizes: RunSizes) -> set[int]:
+    """Quarters of the length that hold the longest document."""
+    lengths = {sizes.pack_tokens * share // 8 // TILE * TILE for share in (6, 4, 2, 1)}
+    return {length for length in lengths if length >= max(TILE, sizes.least_pack_tokens)}
+
+
+def _halves(value: int) -> set[int]:
+    return {value >> halvings for halvings in range(1, value.bit_length())}
 
 
 def _as_it_is() -> Change:

@@ -62,6 +62,10 @@ class RunSizes:
     """Activations inside a layer are computed again in the backward."""
     chunk_rows: int | None = None
     """Rows of logits at once; None: by the device's memory."""
+    least_pack_tokens: int = TILE
+    """A pack that is to hold the longest document cannot be shorter."""
+    layers_are_named: bool = False
+    """The recipe says of every layer what it is: it cannot have fewer without other changes."""
 
     @property
     def block_rows(self) -> int:
@@ -161,6 +165,8 @@ class RunSizes:
             needs_target_distribution=spec.loss.needs_target_distribution,
             fp8=train.fp8,
             chunk_rows=spec.loss.chunk_rows,
+            least_pack_tokens=spec.data.max_document_tokens or TILE,
+            layers_are_named=drafter.layer_types is not None,
         )
         return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
 

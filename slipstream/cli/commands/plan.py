@@ -1,0 +1,99 @@
+"""`slipstream plan RECIPE`: what a run will need of memory, time, wire and disk, before anything starts."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.plan.gpus import Gpu
+
+_UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what a run will need of memory, time, wire and disk, before anything starts",
+        description="Predicts each phase of a step, what fits on which GPU, and time, wire and disk. A run that does "
+        "not fit is refused with the nearest settings that do; exit status 6. Loads neither torch nor the model.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a .toml file, or the name of a recipe that ships")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override; a later one wins")
+    parser.add_argument(
+        "--target-config",
+        metavar="FILE|DIR|NUMBERS",
+        help="the target's config.json, .gguf file or directory, or hidden_size=…,num_layers=…; default: target.model",
+    )
+    parser.add_argument(
+        "--memory", type=parse_memory, metavar="SIZE", help="of the GPU, 24GiB; default: this machine's first GPU"
+    )
+    parser.add_argument("--tflops", type=positive, metavar="N", help="that the trainer achieves; default: assumed")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
+
+
+def parse_memory(text: str) -> int:
+    """Bytes, plain or with a unit: `24GiB`, `80 GB`, `512MiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|MB|GB|)", text.strip())
+    size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 80GB or bytes")
+    return size
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, and refuse what does not fit.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, MODEL_INVALID; OUT_OF_MEMORY, with the nearest settings that fit.
+    """
+    # pydantic costs a tenth of a second: not for `--help`.
+    import recipes
+    from slipstream.cli.display import print_json
+    from slipstream.cli.plan_view import print_plan, refusal
+    from slipstream.plan.report import as_json, fits, plan_run
+    from slipstream.plan.target_sizes import target_sizes
+    from slipstream.run_spec.load import load_recipe
+
+    spec = load_recipe(recipes.find_recipe(args.recipe), args.set).spec
+    target = target_sizes(spec.target, args.target_config)
+    card, is_limit = card_of(args.memory)
+    plan = plan_run(spec, target, card, args.tflops)
+    if args.output == "json":
+        print_json({"run": spec.name, "assumed_card": not is_limit, **as_json(plan)})
+    else:
+        print_plan(spec, plan, assumed_card=not is_limit, assumed_speed=args.tflops is None)
+    if is_limit and not fits(plan):
+        raise refusal(plan)
+    return 0
+
+
+def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
+    """The card to plan for; False: none was given and this machine has none, so that nothing is refused."""
+    from slipstream.machine_probe import driver_version, probe_torch
+    from slipstream.plan.gpus import GPUS, H200, Gpu, gpu_named
+
+    if memory_bytes is not None:
+        # As fast as the smallest known card that has so much.
+        like = next((gpu for gpu in sorted(GPUS, key=_size) if gpu.memory_bytes >= 0.9 * memory_bytes), GPUS[-1])
+        return Gpu(f"a GPU like the {like.name}", memory_bytes, like.peak_tflops), True
+    gpus = probe_torch().gpus if driver_version() is not None else ()
+    if not gpus:
+        return H200, False
+    known = gpu_named(gpus[0].name)
+    return Gpu(gpus[0].name, gpus[0].memory_bytes, (known or H200).peak_tflops), True
+
+
+def _size(gpu: "Gpu") -> int:
+    return gpu.memory_bytes

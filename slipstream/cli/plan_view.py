@@ -1,0 +1,147 @@
+"""How a plan is shown to people: parts by phase, what fits where, time, wire and disk."""
+
+from dataclasses import replace
+
+from slipstream.cli.display import ABSENT, Column, duration, print_fields, print_table
+from slipstream.errors import SlipstreamError
+from slipstream.plan.cost import CostPlan
+from slipstream.plan.memory import MemoryPlan, saved_activations
+from slipstream.plan.report import RunPlan, ways_to_fit
+from slipstream.plan.search import Fit
+from slipstream.plan.sizes import RunSizes
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_speed: bool) -> None:
+    """Everything, in the order in which one asks."""
+    print_fields(_run_fields(spec, plan, assumed_card=assumed_card))
+    print(f"\nGPU memory on {plan.card.name}, MiB:")
+    _print_memory(plan.memory)
+    print("\nKept for the backward, all layers, MiB:")
+    _print_activations(plan.sizes)
+    print("\nTime, wire and disk:")
+    print_fields(_cost_fields(plan, assumed_speed=assumed_speed))
+    print("\nWhat fits:")
+    _print_cards(plan)
+
+
+def refusal(plan: RunPlan) -> SlipstreamError:
+    """For a run that does not fit on the card it was planned for."""
+    nearest, alone = ways_to_fit(plan)
+    memory = plan.memory
+    needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {plan.card.name} has "
+    remedy = "No settings that were tried fit: take a larger GPU, or a smaller target"
+    if nearest is not None:
+        remedy = f"Nearest settings that fit, with {gib(nearest.peak_bytes)}: {in_words(nearest)}"
+        others = [in_words(fit) for fit in alone if fit.settings != nearest.settings]
+        remedy += f". Enough alone: {'; '.join(others)}" if others else ""
+    return SlipstreamError(f"{needs}{gib(plan.card.memory_bytes)}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
+
+
+def in_words(fit: Fit) -> str:
+    """As a command line takes it."""
+    return " ".join(f"--set {setting}" for setting in fit.settings)
+
+
+def gib(size: float) -> str:
+    """GiB with one decimal; MiB below one."""
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.0f}" if size else ABSENT
+
+
+def _run_fields(spec: RunSpec, plan: RunPlan, *, assumed_card: bool) -> dict[str, str]:
+    sizes = plan.sizes
+    fields = {
+        "run": spec.name,
+        "drafter": f"{sizes.parameters / 1e6:,.1f} M parameters, {sizes.num_layers} layers of {sizes.hidden_size}",
+        "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {sizes.num_features} features, "
+        f"{sizes.anchors_per_pack} anchors of {sizes.block_size}",
+    }
+    if assumed_card:
+        fields["note"] = "no --memory, and no GPU here: planned for an H200, and nothing is refused"
+    if spec.train.attention == "sdpa":
+        fields["note"] = "this recipe trains on a CPU: memory and time are what its sizes would need on a GPU"
+    return fields
+
+
+def _print_memory(memory: MemoryPlan) -> None:
+    phases = tuple(memory.phases)
+    columns = [Column("part"), *(Column(phase, is_number=True) for phase in phases)]
+    rows = [[part, *[_mib(size)] * len(phases)] for part, size in memory.held.items() if size]
+    parts = dict.fromkeys(part for phase in phases for part in memory.phases[phase])
+    for part in parts:
+        row = [memory.phases[phase].get(part, 0) for phase in phases]
+        if any(row):
+            rows.append([part, *map(_mib, row)])
+    for part, size in memory.outside.items():
+        rows.append([part, *[_mib(size)] * len(phases)])
+    outside = sum(memory.outside.values())
+    rows.append(["total", *(_mib(memory.phase_bytes(phase) + outside) for phase in phases)])
+    print_table(columns, rows)
+
+
+def _print_activations(sizes: RunSizes) -> None:
+    kept = saved_activations(replace(sizes, checkpointed_layers=False))
+    checkpointed = saved_activations(replace(sizes, checkpointed_layers=True))
+    parts = dict.fromkeys((*kept, *checkpointed))
+    rows = [[part, _mib(kept.get(part, 0)), _mib(checkpointed.get(part, 0))] for part in parts]
+    rows.append(["together", _mib(sum(kept.values())), _mib(sum(checkpointed.values()))])
+    columns = [Column("part"), Column("as trained", is_number=True), Column("layers computed again", is_number=True)]
+    print_table(columns, rows)
+
+
+def _cost_fields(plan: RunPlan, *, assumed_speed: bool) -> dict[str, str]:
+    cost = plan.cost
+    share = plan.tflops / plan.card.peak_tflops
+    speed = f"{plan.tflops:.0f} TFLOP/s"
+    speed += f", assumed: {share:.0%} of the card's {plan.card.peak_tflops:.0f}" if assumed_speed else ", as given"
+    return {
+        "work a step": f"{cost.step_flop / 1e12:,.1f} TFLOP",
+        "speed": speed,
+        "time a step": _seconds(cost.step_seconds),
+        "tokens": f"{cost.tokens_per_second:,.0f} a second",
+        "the run": _length(cost),
+        "wire": f"{gib(cost.wire_bytes_per_pack)} a pack, {gib(cost.wire_bytes_per_second)} a second at that speed",
+        "a checkpoint": f"{gib(cost.checkpoint_bytes)} of disk, and as much page-locked host memory",
+        "checkpoints": f"{gib(cost.disk_bytes)} of disk for those that are kept and one being written",
+    }
+
+
+def _length(cost: CostPlan) -> str:
+    if cost.total_steps is None:
+        return "as long as the data lasts: train.epochs decides"
+    return f"{cost.total_steps:,} steps, {duration(cost.total_seconds)} without waiting for packs"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _print_cards(plan: RunPlan) -> None:
+    columns = [
+        Column("GPU"),
+        Column("has GiB", is_number=True),
+        Column("needs GiB", is_number=True),
+        Column("a step", is_number=True, rank=1),
+        Column("fits", may_wrap=True),
+    ]
+    rows = []
+    for card in plan.cards:
+        nearest = "nothing that was tried" if card.nearest is None else in_words(card.nearest)
+        rows.append(
+            [
+                card.gpu.name,
+                f"{card.gpu.memory_bytes / _GIB:.1f}",
+                f"{card.peak_bytes / _GIB:.1f}",
+                _seconds(card.cost.step_seconds),
+                "yes" if card.fits else f"no; {nearest}",
+            ]
+        )
+    print_table(columns, rows)

@@ -1,0 +1,140 @@
+"""A whole plan: memory, cost and fits of a run, from a recipe and the sizes of its target."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.plan.cost import CostPlan, plan_cost, step_flop
+from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops
+from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
+from slipstream.plan.search import Fit, nearest_fit, single_fits
+from slipstream.plan.sizes import RunSizes, TargetSizes
+from slipstream.run_spec.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class CardFit:
+    """A run on one card."""
+
+    gpu: Gpu
+    peak_bytes: int
+    cost: CostPlan
+    nearest: Fit | None
+    """Settings with which it fits; None where it fits as it is, or nothing that is tried does."""
+
+    @property
+    def fits(self) -> bool:
+        """As the recipe has it."""
+        return self.peak_bytes <= self.gpu.memory_bytes
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Of one run."""
+
+    sizes: RunSizes
+    card: Gpu
+    """Memory and cost are for it."""
+    memory: MemoryPlan
+    cost: CostPlan
+    tflops: float
+    cards: tuple[CardFit, ...]
+
+
+def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None = None) -> RunPlan:
+    """Predict a run on one card, and whether it fits on the known ones.
+
+    Args:
+        spec: of the run.
+        target: see `target_sizes`.
+        card: to plan for.
+        tflops: what the trainer achieves there; None: the assumed share of the card's peak.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, sizes that do not go together.
+    """
+    sizes = RunSizes.of(spec, target)
+    reached = tflops or assumed_tflops(sizes, card)
+    return RunPlan(
+        sizes=sizes,
+        card=card,
+        memory=plan_memory(sizes, card.memory_bytes),
+        cost=_cost(spec, sizes, reached),
+        tflops=reached,
+        cards=tuple(_card_fit(spec, sizes, gpu) for gpu in GPUS),
+    )
+
+
+def total_steps(spec: RunSpec) -> int | None:
+    """Where the recipe alone decides; epochs need the data."""
+    train = spec.train
+    limits = [] if train.max_steps is None else [train.max_steps]
+    if train.max_tokens is not None:
+        limits.append(train.max_tokens // (train.packs_per_step * spec.data.pack_tokens))
+    return min(limits, default=None)
+
+
+def ways_to_fit(plan: RunPlan) -> tuple[Fit | None, Sequence[Fit]]:
+    """The nearest settings that fit on the plan's card, and those that do alone."""
+    memory = plan.card.memory_bytes
+    return nearest_fit(plan.sizes, memory, memory), single_fits(plan.sizes, memory, memory)
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """For programs; bytes and seconds."""
+    nearest, alone = (None, ()) if fits(plan) else ways_to_fit(plan)
+    return {
+        "card": {"name": plan.card.name, "memory_bytes": plan.card.memory_bytes},
+        "parameters": plan.cost.parameters,
+        "memory": {
+            "held": dict(plan.memory.held),
+            "phases": {
+                phase: {"parts": dict(parts), "peak_bytes": plan.memory.phase_bytes(phase)}
+                for phase, parts in plan.memory.phases.items()
+            },
+            "outside": dict(plan.memory.outside),
+            "peak_bytes": plan.memory.peak_bytes,
+            "peak_phase": plan.memory.worst_phase,
+            "saved_activations": saved_activations(plan.sizes),
+            "saved_activations_checkpointed": saved_activations(replace(plan.sizes, checkpointed_layers=True)),
+        },
+        "step": {
+            "flop": step_flop(plan.sizes),
+            "tflops": plan.tflops,
+            "seconds": plan.cost.step_seconds,
+            "tokens_per_second": plan.cost.tokens_per_second,
+        },
+        "run": {"steps": plan.cost.total_steps, "seconds": plan.cost.total_seconds},
+        "wire": {"bytes_per_pack": plan.cost.wire_bytes_per_pack, "bytes_per_second": plan.cost.wire_bytes_per_second},
+        "disk": {"checkpoint_bytes": plan.cost.checkpoint_bytes, "kept_bytes": plan.cost.disk_bytes},
+        "host": {"page_locked_bytes": plan.cost.host_bytes},
+        "fits": fits(plan),
+        "nearest_settings": None if nearest is None else list(nearest.settings),
+        "settings_enough_alone": [list(fit.settings) for fit in alone],
+        "cards": [
+            {
+                "name": card.gpu.name,
+                "memory_bytes": card.gpu.memory_bytes,
+                "peak_bytes": card.peak_bytes,
+                "fits": card.fits,
+                "nearest_settings": None if card.nearest is None else list(card.nearest.settings),
+                "step_seconds": card.cost.step_seconds,
+            }
+            for card in plan.cards
+        ],
+    }
+
+
+def fits(plan: RunPlan) -> bool:
+    """On the plan's card."""
+    return plan.memory.peak_bytes <= plan.card.memory_bytes
+
+
+def _card_fit(spec: RunSpec, sizes: RunSizes, gpu: Gpu) -> CardFit:
+    peak = plan_memory(sizes, gpu.memory_bytes).peak_bytes
+    nearest = None if peak <= gpu.memory_bytes else nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes)
+    return CardFit(gpu, peak, _cost(spec, sizes, assumed_tflops(sizes, gpu)), nearest)
+
+
+def _cost(spec: RunSpec, sizes: RunSizes, tflops: float) -> CostPlan:
+    return plan_cost(sizes, tflops=tflops, total_steps=total_steps(spec), keep=spec.checkpoint.keep)

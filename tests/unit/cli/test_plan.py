@@ -1,0 +1,133 @@
+"""`slipstream plan`: what it prints, what it refuses, and that it never loads torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cli.commands import plan as command
+from slipstream.cli.main import run_command
+from slipstream.errors import SlipstreamError
+from slipstream.plan.gpus import H200
+from slipstream.run_spec.reasons import Reason
+
+SIZES = (
+    "num_layers=36,hidden_size=4096,intermediate_size=12288,num_attention_heads=32,num_key_value_heads=8,"
+    "head_dim=128,vocab_size=151936"
+)
+RECIPE = """
+name = "planned"
+[target]
+model = "Qwen/Qwen3-8B"
+[data]
+files = ["a.jsonl"]
+pack_tokens = 4096
+[train]
+device = "cuda"
+max_steps = 1000
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "planned.toml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def planned(recipe: str, *arguments: str) -> int:
+    return run_command(["plan", recipe, "--target-config", SIZES, *arguments])
+
+
+def planned_as_json(capsys: pytest.CaptureFixture[str], recipe: str, *arguments: str) -> dict[str, Any]:
+    assert planned(recipe, "-o", "json", *arguments) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_people_see_parts_phases_cards_and_costs(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(recipe, "--memory", "80GiB") == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "masters",
+        "logits",
+        "backward",
+        "optimizer",
+        "layers computed again",
+        "RTX 4090",
+        "H200",
+        "a checkpoint",
+    ):
+        assert words in shown
+    assert "75.7 TFLOP" in shown and "1,000 steps" in shown and "assumed: 54%" in shown
+
+
+def test_programs_get_the_same(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned_as_json(capsys, recipe, "--memory", "80GiB", "--tflops", "757")
+    memory = plan["memory"]
+    assert plan["fits"] and plan["nearest_settings"] is None and not plan["assumed_card"]
+    held = sum(memory["held"].values())
+    for phase in memory["phases"].values():
+        assert phase["peak_bytes"] == held + sum(phase["parts"].values())
+    assert plan["step"]["seconds"] == pytest.approx(0.1, rel=0.01)
+    assert plan["run"]["seconds"] == pytest.approx(100.0, rel=0.01)
+    assert [card["name"] for card in plan["cards"] if card["fits"]][-1] == "B200"
+
+
+def test_what_does_not_fit_is_refused_with_settings_that_do(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        planned(recipe, "--memory", "16GiB")
+    assert refused.value.reason is Reason.OUT_OF_MEMORY and refused.value.exit_code == 6
+    assert "16.0 GiB" in refused.value.message
+    assert "masters" in capsys.readouterr().out, "the table is shown all the same"
+    words = (
+        refused.value.remedy.partition("fit, with ")[2].partition(": ")[2].rstrip(".").partition(". Enough")[0].split()
+    )
+    overrides = [word for word in words if word != "--set"]
+    assert overrides and planned(recipe, "--memory", "16GiB", *(f"--set={setting}" for setting in overrides)) == 0
+
+
+def test_what_nothing_helps(recipe: str) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        planned(recipe, "--memory", "2GiB")
+    assert "larger GPU" in refused.value.remedy
+
+
+def test_without_a_gpu_nothing_is_refused(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "card_of", lambda _: (H200, False))
+    assert planned(recipe, "--set", "train.anchors_per_pack=65536") == 0
+    assert "nothing is refused" in capsys.readouterr().out
+
+
+def test_a_recipe_for_a_cpu_says_what_the_numbers_mean(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = ("--set=train.device=cpu", "--set=train.attention=sdpa", "--set=train.precision=float32")
+    assert planned(recipe, "--memory", "140GiB", *cpu) == 0
+    assert "trains on a CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", [("--memory", "lots"), ("--memory", "0"), ("--tflops", "-1"), ("--tflops", "nan")])
+def test_flags_that_mean_nothing(recipe: str, flag: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        planned(recipe, *flag)
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("512", 512), ("1.5GiB", 3 << 29)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert command.parse_memory(text) == size
+
+
+def test_torch_is_never_loaded(recipe: str) -> None:
+    code = (
+        "import sys; from slipstream.cli.main import run_command; "
+        f"run_command(['plan', {recipe!r}, '--target-config', {SIZES!r}, '--memory', '80GiB']); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
