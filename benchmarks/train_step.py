@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ def main() -> int:
     parser.add_argument("--leave-by", type=float, default=3600.0, help="seconds from now; what is left out is said")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, with --sizes tiny")
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="build all sides of a size at a time: needs the memory of all, saves time",
+    )
     parser.add_argument("--commit", help="for machines without the repository")
     args = parser.parse_args()
     if problem := _problem(args):
@@ -90,9 +95,15 @@ class Seat:
         self.measured = measured
         self._worker = worker
         self._deadline = deadline
-        self.measured.build = self._heard(lambda: worker.answer(self._patience(BUILD_SECONDS))) or {}
-        if self.measured.build:
-            self.measured.build["first_step_seconds"] = self.measured.build["ready_at"] - worker.started_at
+
+    def wait_until_built(self) -> None:
+        """Hear that its first step is done, and when."""
+        build = self._heard(lambda: self._worker.answer(self._patience(BUILD_SECONDS)))
+        if build:
+            self.measured.build = build
+            build["first_step_seconds"] = seconds = build["ready_at"] - self._worker.started_at
+            what = f"{self.measured.size} {self.measured.variant}"
+            sys.stderr.write(f"{what}: first step {seconds:.1f} s after its start\n")
 
     def ask(self, do: str, **options: Any) -> dict[str, Any] | None:
         """Its answer; None if it failed, now or before."""
@@ -154,7 +165,6 @@ class Benchmark:
     @contextmanager
     def _seat(self, measured: Measured, environment: dict[str, str] | None = None) -> Iterator[Seat | None]:
         """A worker for a side, whose results go into `measured`; None where there is no time left for it."""
-        what = f"{measured.size} {measured.variant}"
         if self._deadline - time.monotonic() < LEAST_SECONDS:
             measured.failed = "left out: no time"
             yield None
@@ -165,13 +175,9 @@ class Benchmark:
         with WorkerProcess(
             ["benchmarks.train_step_worker", *options], log, {**visible, **(environment or {})}
         ) as worker:
-            seat = Seat(worker, measured, self._deadline)
-            if not measured.failed:
-                seconds = measured.build["first_step_seconds"]
-                sys.stderr.write(f"{what}: first step {seconds:.1f} s after its start\n")
-            yield seat
+            yield Seat(worker, measured, self._deadline)
         if measured.failed:
-            sys.stderr.write(f"{what}: failed: {measured.failed}\n")
+            sys.stderr.write(f"{measured.size} {measured.variant}: failed: {measured.failed}\n")
 
     def _noted(self, size: str, variant: str) -> Measured:
         self._measured.append(Measured(size, variant))
@@ -181,28 +187,38 @@ class Benchmark:
         # A step that computes for longer than its launches take has nothing to gain from a graph.
         skipped = ("ours",) if size == "C" else ("ours", "ours-graphs")
         others = [variant for variant in self._args.variants if variant not in skipped and size not in PEERLESS]
-        with self._seat(self._noted(size, "ours")) as ours:
+        with self._seat(self._noted(size, "ours")) as ours, ExitStack() as early:
             if ours is None:
                 return
-            for variant in others:
-                self._measure_pair(ours, variant)
-            if not others:
-                ours.time(self._args.steps)
-            ours.measured.profile = ours.ask("profile") or {}
-            if size in PEERLESS:
-                ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS) or {}
-                ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
+            names = others if self._args.at_once else []
+            company = [early.enter_context(self._seat(self._noted(size, name))) for name in names]
+            ours.wait_until_built()
+            for other in filter(None, company):
+                other.wait_until_built()
+            for other in filter(None, company):
+                self._measure_pair(ours, other)
+            for name in [] if names else others:
+                with self._seat(self._noted(size, name)) as late:
+                    if late is not None:
+                        late.wait_until_built()
+                        self._measure_pair(ours, late)
+            self._measure_alone(ours, has_company=bool(others))
 
-    def _measure_pair(self, ours: Seat, variant: str) -> None:
-        with self._seat(self._noted(ours.measured.size, variant)) as other:
-            if other is None:
-                return
-            steps = -(-self._args.steps // ROUNDS)
-            for _ in range(ROUNDS):
-                mine, theirs = ours.time(steps), other.time(steps)
-                if mine and theirs:
-                    other.measured.ratios.append(theirs / mine)
-            other.measured.profile = other.ask("profile") or {}
+    def _measure_alone(self, ours: Seat, *, has_company: bool) -> None:
+        if not has_company:
+            ours.time(self._args.steps)
+        ours.measured.profile = ours.ask("profile") or {}
+        if ours.measured.size in PEERLESS:
+            ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS) or {}
+            ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
+
+    def _measure_pair(self, ours: Seat, other: Seat) -> None:
+        steps = -(-self._args.steps // ROUNDS)
+        for _ in range(ROUNDS):
+            mine, theirs = ours.time(steps), other.time(steps)
+            if mine and theirs:
+                other.measured.ratios.append(theirs / mine)
+        other.measured.profile = other.ask("profile") or {}
 
     def _measure_first_steps(self, size: str) -> None:
         """From exec to the first step: with an empty compile cache, then with what that left."""
@@ -210,7 +226,9 @@ class Benchmark:
             environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
             for name in ("cold", "warm"):
                 measured = self._noted(size, "ours")
-                with self._seat(measured, environment):
+                with self._seat(measured, environment) as seat:
+                    if seat is not None:
+                        seat.wait_until_built()
                     measured.first_step_seconds = measured.build.get("first_step_seconds")
                 measured.variant = f"ours, {name} cache"
 
@@ -218,7 +236,9 @@ class Benchmark:
         if self._args.device != "cuda":
             return
         measured = Measured("A", "peak")
-        with self._seat(measured):
+        with self._seat(measured) as seat:
+            if seat is not None:
+                seat.wait_until_built()
             if measured.build:
                 self._peaks.append(measured.build["peak_tflops"])
 
