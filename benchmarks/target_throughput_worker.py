@@ -63,9 +63,9 @@ def measure_forward(args: argparse.Namespace) -> dict[str, Any]:
     ours = Ours(model, shape, args)
     small = args.device == "cpu"
     even = [EVEN_LENGTH // (8 if small else 1)] * BATCH_DOCUMENTS
-    packs, batches = real_packs(1 if small else 6), real_batches(2 if small else 12)
+    packs, batches = real_packs(1 if small else 4), real_batches(2 if small else 8)
     answer: dict[str, Any] = {"compile_seconds": ours.compile_seconds, "graphs": ours.graphs}
-    repeats = 1 if small else 4
+    repeats = 1 if small else 3
     cases = {"even": ([even] * repeats, [even] * repeats), "real": (packs, batches)}
     for case, (our_rows, their_rows) in cases.items():
         rates: dict[str, list[float]] = {"ours": [], "theirs": []}

@@ -19,11 +19,15 @@ from target_server.attention import Kernel, PackedDocuments, to_device
 RunDocuments = Callable[[PackedDocuments, Tensor, Tensor, Sequence[int]], dict[int, Tensor]]
 """(documents, token ids [T], positions [T], layers) -> outputs [T, D] by layer."""
 
+_Key = tuple[int, int, tuple[int, ...]]
+"""Most documents, most tokens of one, captured layers."""
+
 LAUNCH_BOUND = 0.5
 """A forward whose launch takes more than this share of its time is recorded."""
 _FEWEST_DOCUMENTS = 16
 _SHORTEST_LONGEST = 512
 _MOST_RECORDINGS = 16
+_ROUNDING = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ class ForwardGraphs:
         self._rows, self._device, self._kernel, self._run = rows, device, kernel, run
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._recordings: dict[tuple[int, int, tuple[int, ...]], _Recording] = {}
+        self._recordings: dict[_Key, _Recording] = {}
         self._pool: Any = None
         self._refused = False
 
@@ -65,22 +69,41 @@ class ForwardGraphs:
         self._positions.copy_(positions.pin_memory(), non_blocking=True)
         cumulative = cumulative_lengths(lengths, key[0])
         if key not in self._recordings:
-            try:
-                self._recordings[key] = self._record(key, cumulative)
-            except RuntimeError as error:
-                self._refused = True
-                log_event(
-                    _log, "warning", "forward_not_recorded", error=str(error).partition("\n")[0],
-                    effect="the host launches every kernel of a pack",
-                )  # fmt: skip
-                return None
-        recording = self._recordings[key]
+            return self._first(key, lengths, cumulative)
+        return self._replay(self._recordings[key], cumulative)
+
+    def _first(self, key: _Key, lengths: Sequence[int], cumulative: Tensor) -> dict[int, Tensor] | None:
+        """Record, and compare the first pack with a forward that is not recorded."""
+        try:
+            recording = self._record(key, cumulative)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._refuse(str(error).partition("\n")[0])
+            return None
+        documents = PackedDocuments(lengths, self._device, self._kernel)
+        direct = self._run(documents, self._tokens, self._positions, key[2])
+        outputs = self._replay(recording, cumulative)
+        if not all(_equal(outputs[layer], direct[layer]) for layer in key[2]):
+            self._refuse("it computes something else")
+            return None
+        self._recordings[key] = recording
+        log_event(_log, "info", "forward_recorded", rows=self._rows, documents=key[0], longest=key[1])
+        return outputs
+
+    def _refuse(self, why: str) -> None:
+        """From now on packs are launched kernel by kernel."""
+        self._refused = True
+        self._recordings.clear()
+        log_event(_log, "warning", "forward_not_recorded", why=why, effect="the host launches every kernel of a pack")
+
+    def _replay(self, recording: _Recording, cumulative: Tensor) -> dict[int, Tensor]:
         recording.cumulative_lengths.copy_(cumulative.pin_memory(), non_blocking=True)
         recording.graph.replay()
         # The next pack writes where these are.
         return {layer: output.clone() for layer, output in recording.outputs.items()}
 
-    def _record(self, key: tuple[int, int, tuple[int, ...]], cumulative: Tensor) -> _Recording:
+    def _record(self, key: _Key, cumulative: Tensor) -> _Recording:
         _, longest, layer_ids = key
         documents = PackedDocuments((self._rows,), self._device, self._kernel)
         documents.cumulative_lengths = to_device(cumulative, self._device)
@@ -95,8 +118,13 @@ class ForwardGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             outputs = self._run(documents, self._tokens, self._positions, layer_ids)
         self._pool = graph.pool()
-        log_event(_log, "info", "forward_recorded", documents=key[0], longest=documents.max_length)
         return _Recording(graph, documents.cumulative_lengths, outputs)
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    """But for rounding."""
+    difference = (ours.float() - theirs.float()).abs().mean()
+    return bool(difference <= _ROUNDING * theirs.float().abs().mean())
 
 
 def round_up(value: int, least: int) -> int:

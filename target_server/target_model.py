@@ -24,9 +24,6 @@ from slipstream.telemetry.logs import log_event
 from slipstream.wire.target_config import TargetConfig
 from target_server.forward import PackedForward
 
-_AUTO_COMPILES_ON_CUDA = False
-"""Until a benchmark has shown the gain, target.compile = "auto" leaves the layers as they are."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -85,26 +82,24 @@ class TargetModel:
         """Get ready for packs of one length: compile the layers for it, where they are compiled. Idempotent.
 
         Raises:
-            SlipstreamError: ENVIRONMENT_UNSUPPORTED when `target.compile` is true and torch cannot; with auto, the
-                layers run as they are from then on, and the log says so. MODEL_INVALID when compiled layers compute
-                something else; OUT_OF_MEMORY.
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED when `target.compile` is true and torch cannot, or what it makes
+                computes something else; with auto, the layers run as they are from then on, and the log says so.
         """
         start = time.monotonic()
         try:
-            with self._memory_explained(pack_tokens):
-                graphs = self._forward.prepare(pack_tokens)
-        except RuntimeError as error:
-            first_line = str(error).strip().partition("\n")[0]
+            graphs = self._forward.prepare(pack_tokens)
+        except RuntimeError as error:  # running out of memory is one
+            first_line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             if self._must_compile:
                 raise SlipstreamError(
-                    f"The layers of {self.model_id} cannot be compiled: {type(error).__name__}: {first_line}",
+                    f"The layers of {self.model_id} cannot be compiled: {first_line}",
                     reason=Reason.ENVIRONMENT_UNSUPPORTED,
                     remedy="Set target.compile = false: the target is slower then.",
                 ) from error
             self._forward.stop_compiling()
             log_event(
-                _logger, "warning", "target_not_compiled", error=f"{type(error).__name__}: {first_line}",
-                effect="the target is slower", remedy="target.compile = false for silence",
+                _logger, "warning", "target_not_compiled", error=first_line, effect="the target is slower",
+                remedy="target.compile = false for silence",
             )  # fmt: skip
             return
         if graphs:
@@ -197,6 +192,4 @@ def choose_backend(spec: TargetSpec, device: torch.device, environment: Mapping[
         return None, f"no: target.compile is auto, and on {device.type} compiling takes longer than it saves"
     if disabling:
         return None, f"no: target.compile is auto, and {disabling} is set"
-    if not _AUTO_COMPILES_ON_CUDA:
-        return None, "no: target.compile is auto, which does not compile yet"
     return "inductor", "yes: target.compile is auto, and the device is a GPU"

@@ -12,7 +12,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
 from target_server.compiled_layers import compiled_graphs
-from target_server.forward import PackedForward
+from target_server.forward import PackedForward, WrongResultError
 from target_server.forward_graphs import cumulative_lengths, round_up
 from target_server.target_model import TargetModel, choose_backend
 from tests.fakes.tiny_models import Family
@@ -114,7 +114,7 @@ def test_compiled_code_that_computes_something_else_is_refused(tmp_path: Path, m
         return {layer: output + (len(outputs) == 1) for layer, output in outputs[-1].items()}
 
     monkeypatch.setattr(PackedForward, "_run", first_answer_is_wrong)
-    with pytest.raises(SlipstreamError, match="layer 0 of the target computes something else"):
+    with pytest.raises(WrongResultError, match="layer 0 of the target computes something else"):
         compiled(tmp_path).prepare(ROWS)
 
 
@@ -137,6 +137,7 @@ def spec(directory: Path, **fields: object) -> TargetSpec:
         ({}, "cpu", {}, "no: target.compile is auto, and on cpu"),
         ({"compile": False}, "cuda", {}, "no: target.compile is false"),
         ({"compile": True}, "cpu", {}, "yes: target.compile is true"),
+        ({}, "cuda", {}, "yes: target.compile is auto, and the device is a GPU"),
         ({}, "cuda", {"TORCH_COMPILE_DISABLE": "1"}, "no: target.compile is auto, and TORCH_COMPILE_DISABLE=1 is set"),
     ],
 )
