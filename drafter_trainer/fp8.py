@@ -66,13 +66,14 @@ def round_to(tensor: Tensor, scale: Tensor) -> Tensor:
     return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8).contiguous()
 
 
-def product(left: Quantised, right: Quantised, *, fast: bool) -> Tensor:
+def product(left: Quantised, right: Quantised, *, fast: bool = True) -> Tensor:
     """left [R, K] times the transpose of right [N, K], both contiguous: bfloat16 [R, N].
 
     Args:
         left: K and N are multiples of 16.
         right: as left.
-        fast: let the tensor cores keep fewer bits of their partial sums. Hopper is faster so; others ignore it.
+        fast: let the tensor cores keep fewer bits of their partial sums: an error well below that of the operands'
+            rounding. Hopper is faster so; others ignore it.
     """
     return torch._scaled_mm(
         left.values,
@@ -98,7 +99,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx.save_for_backward(states_q.values.t().contiguous(), states_q.scale, transposed, weight_scale)
         if rounded is None:
             return states @ weight.t()
-        return product(states_q, Quantised(rounded, weight_scale), fast=True)
+        return product(states_q, Quantised(rounded, weight_scale))
 
     @staticmethod
     def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -107,10 +108,10 @@ class _LinearProduct(torch.autograd.Function):
         rounded = quantise(by_output)
         by_states = by_weight = None
         if needs_states:
-            by_states = product(rounded, Quantised(transposed, weight_scale), fast=False)
+            by_states = product(rounded, Quantised(transposed, weight_scale))
         if needs_weight:
             columns = Quantised(rounded.values.t().contiguous(), rounded.scale)
-            by_weight = product(columns, Quantised(states_transposed, states_scale), fast=False)
+            by_weight = product(columns, Quantised(states_transposed, states_scale))
         return by_states, by_weight, None, None, None
 
 
@@ -174,7 +175,7 @@ class Fp8Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → bfloat16 [R, V]."""
-        return product(quantise(hidden), Quantised(self.rounded, self.scale), fast=True)
+        return product(quantise(hidden), Quantised(self.rounded, self.scale))
 
     def gradient(self, by_logits: Tensor, largest: Tensor) -> Tensor:
         """Gradient by the hidden states.
@@ -191,7 +192,7 @@ class Fp8Head:
         """
         row_scale = largest.clamp(min=_SMALLEST_MAXIMUM) / _LARGEST
         rows = Quantised(round_to(by_logits, row_scale), torch.ones_like(self.scale))
-        result = product(rows, Quantised(self.transposed, self.scale), fast=False)
+        result = product(rows, Quantised(self.transposed, self.scale))
         return (result.float() * row_scale).to(result.dtype)
 
 
@@ -276,7 +277,7 @@ def check_fp8(device: torch.device) -> None:
         check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     ones = torch.eye(32, dtype=torch.bfloat16, device=device)
     try:
-        found = product(quantise(ones), quantise(ones), fast=False)
+        found = product(quantise(ones), quantise(ones))
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise SlipstreamError(
             f"train.fp8 is true, but torch {torch.__version__} has no FP8 product on {device}: {error}",
