@@ -1,6 +1,7 @@
 """Streams on a real tiny target: identity, layers, the shelf's budget; and the engine that fills their slots."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,48 @@ def test_an_engine_that_fails_leaves_no_half_written_pack(
             engine.producer.run()
     grant = engine.ledger.lease(name, Ask(1))
     assert (grant.leases, grant.state) == ((), DeliveryState.ACTIVE)
+
+
+def test_packs_launched_ahead_are_published_in_order_and_not_lost_at_the_end(
+    engine: Engine, terms: SubscriptionTerms, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where the next pack is launched before the one before is published."""
+    name, stream_name = engine.join(terms)
+    engine.producer._packs_in_flight = 1
+    engine.ledger.lease(name, Ask(1, 3))
+    running = threading.Thread(target=engine.producer.run, daemon=True)
+    with caplog.at_level("INFO"):
+        running.start()
+        taken = []
+        while len(taken) < 3:  # the last one is published when nothing more is wanted
+            grant = engine.ledger.lease(name, Ask(1, 3 - len(taken), max_wait=30.0))
+            assert grant.leases
+            taken += [lease.sequence_number for lease in grant.leases]
+        engine.queue.close()
+        running.join(30)
+    assert (taken, running.is_alive()) == ([0, 1, 2], False)
+    assert "engine_times" in caplog.text
+    assert not engine.ledger._book.shelves[stream_name].is_writing
+
+
+def test_a_failure_leaves_no_pack_that_was_launched_before(
+    engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, stream_name = engine.join(terms)
+    engine.producer._packs_in_flight = 1
+    original, calls = engine.target.capture, []
+
+    def fail_later(*arguments: object) -> object:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("device-side assert")
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.target, "capture", fail_later)
+    engine.ledger.lease(name, Ask(1, 3))
+    with pytest.raises(RuntimeError, match="device-side"):
+        engine.producer.run()
+    assert not engine.ledger._book.shelves[stream_name].is_writing
 
 
 def test_fixed_payloads_never_change() -> None:
