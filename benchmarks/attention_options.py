@@ -18,24 +18,24 @@ from typing import Any
 
 from benchmarks.results_file import RESULTS, Row, write_results
 
+REPEATED = "repeated"
+_BACKWARD_64 = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    # A program of the backward walks all query heads of its key head: the first keys of a long document, which every
+    # query sees, are then the work of few programs, and the last of these ends long after all others.
+    "keys repeated x2": {REPEATED: 2},
+    "keys repeated for every head": {REPEATED: 0},
+    "backward: 64 keys a program": _BACKWARD_64,
+    "repeated, 64 keys a program": {REPEATED: 0, **_BACKWARD_64},
+    "backward: 64 keys, 4 warps": {**_BACKWARD_64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4},
     "prescaled queries": {"PRESCALE_QK": True},
-    "backward 64x64, 4 warps": {
-        **{f"bwd_BLOCK_{edge}": 64 for edge in ("M1", "N1", "M2", "N2")},
-        "bwd_num_warps": 4,
-    },
-    "backward, 2 stages": {"bwd_num_stages": 2},
-    "backward 128x128, 8 warps": {
-        **{f"bwd_BLOCK_{edge}": 128 for edge in ("M1", "N1", "M2", "N2")},
-        "bwd_num_stages": 1,
-    },
-    "backward, 4 warps": {"bwd_num_warps": 4},
+    "backward: 2 stages": {"bwd_num_stages": 2},
     "forward 128x128": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 2, "fwd_num_warps": 8},
-    "forward, 4 warps": {"fwd_num_warps": 4},
-    "forward, 2 stages": {"fwd_num_stages": 2},
+    "forward: 4 warps": {"fwd_num_warps": 4},
     "descriptors (TMA)": {"USE_TMA": True},
 }
+"""Of the kernel, but for `REPEATED`: how often keys and values are repeated before it, 0 for once a query head."""
 STEPS = 20
 TOLERANCE = 0.02
 
@@ -110,8 +110,12 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = [inputs[0].requires_grad_(), *(tensor.contiguous().requires_grad_() for tensor in inputs[1:])]
     direction = draw(size.heads, queries)
 
+    kernel: Any = {name: value for name, value in options.items() if name != REPEATED}
+    repeats = options.get(REPEATED, 1) or size.heads // size.kv_heads
+
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)  # type: ignore[return-value,arg-type]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=kernel)  # type: ignore[return-value]
 
     compiled = compile_owned(attend, name="attention", graphs=1)
     forward, backward, output, gradients = [], [], None, ()
@@ -125,13 +129,13 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         for times, (begin, end) in zip((forward, backward), itertools.pairwise(events), strict=True):
             times.append(begin.elapsed_time(end))
-    results = [output, *gradients]
     assert output is not None
     return {
         "forward": statistics.median(forward[3:]),
         "backward": statistics.median(backward[3:]),
         "projections": [
-            [float(tensor.float().norm()), float((tensor.float() * draw_like(tensor)).sum())] for tensor in results
+            [float(tensor.float().norm()), float((tensor.float() * draw_like(tensor)).sum())]
+            for tensor in (output, *gradients)
         ],
     }
 
