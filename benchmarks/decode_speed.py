@@ -29,7 +29,7 @@ from drafter_trainer.evaluation.compare import compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.evaluation.prompts import Prompt, load_prompts
-from drafter_trainer.evaluation.setting import PLAIN, TRAINED, Setting
+from drafter_trainer.evaluation.setting import COMPILER, PLAIN, TRAINED, Setting
 from slipstream.chat_rendering import render_chat
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import DrafterSpec
@@ -40,8 +40,8 @@ from slipstream.wire.target_config import TargetConfig
 GOAL = 1.3
 NEW_TOKENS = 128
 REPETITIONS, ROUNDS = 5, 40
-SHAPES = ((5, 16), (1, 16), (2, 16), (5, 8), (2, 8), (5, 4))
-"""(draft layers, block size) of untrained drafters."""
+SHAPES = ((5, 16), (2, 16), (1, 16), (5, 8))
+"""(draft layers, block size) of untrained drafters; the first one is also measured compiled."""
 
 
 @dataclass(frozen=True)
@@ -102,30 +102,61 @@ def measure(args: argparse.Namespace) -> int:
 def measurements(
     args: argparse.Namespace, target: Target, chosen: list[Prompt], extra: dict[str, Any]
 ) -> Iterator[tuple[str, list[Row]]]:
-    """What there is to measure, the most telling first."""
+    """What there is to measure, the most telling first, and last what might fail."""
     prompts = [prompt_ids(target.loaded, prompt) for prompt in chosen[: args.batch_size]]
-    plain = Timed(target, None, prompts, graphs=not args.no_graphs)
+    graphs = not args.no_graphs
+    plain = Timed(target, None, prompts, graphs=graphs)
     yield "plain", plain.rows("plain", None)
     for number, (layers, block_size) in enumerate(SHAPES):
-        drafter = Timed(target, target.untrained(layers, block_size), prompts, graphs=not args.no_graphs)
+        drafter = Timed(target, target.untrained(layers, block_size), prompts, graphs=graphs)
         case = f"{layers} draft layers, block {block_size}"
         yield case, drafter.rows(case, plain)
         if number == 0:
             if args.run:
                 yield "trained", list(trained_rows(args, target, chosen, extra))
-            if torch.cuda.is_available():
-                extra["profiles"]["plain step"] = profile_steps(plain.whole, 20)
-                extra["profiles"][case] = profile_steps(drafter.whole, 20)
-    if not args.no_graphs:
+            profile(extra, {"plain step": plain, case: drafter})
+    if graphs:
         launched = Timed(target, None, prompts, graphs=False)
         yield "plain, launched kernel by kernel", launched.rows("plain, launched kernel by kernel", None)
+        yield from compiled_measurements(args, target, chosen, extra)
+
+
+def compiled_measurements(
+    args: argparse.Namespace, target: Target, chosen: list[Prompt], extra: dict[str, Any]
+) -> Iterator[tuple[str, list[Row]]]:
+    """The same with the target's layers and the drafter compiled, which takes a while."""
+    prompts = [prompt_ids(target.loaded, prompt) for prompt in chosen[: args.batch_size]]
+    plain = Timed(target, None, prompts, graphs=True, compiler=COMPILER)
+    yield "plain, compiled", plain.rows("plain, compiled", None)
+    case = f"{SHAPES[0][0]} draft layers, block {SHAPES[0][1]}, compiled"
+    drafter = Timed(target, target.untrained(*SHAPES[0]), prompts, graphs=True, compiler=COMPILER)
+    yield case, drafter.rows(case, plain)
+    if args.run:
+        yield "trained, compiled", list(trained_rows(args, target, chosen, extra, compiler=COMPILER))
+    profile(extra, {"plain step, compiled": plain, case: drafter})
+
+
+def profile(extra: dict[str, Any], cases: dict[str, "Timed"]) -> None:
+    """Which kernels a round is made of."""
+    if torch.cuda.is_available():
+        for case, timed_case in cases.items():
+            extra["profiles"][case] = profile_steps(timed_case.whole, 20)
 
 
 class Timed:
     """A decoder in the middle of an answer, and the seconds of its round and of the round's parts."""
 
-    def __init__(self, target: Target, drafter: DFlashDrafter | None, prompts: list[Tensor], *, graphs: bool) -> None:
-        setting = DecodingSetting(len(prompts), static_length(max(map(len, prompts)) + NEW_TOKENS + 16), graphs=graphs)
+    def __init__(
+        self,
+        target: Target,
+        drafter: DFlashDrafter | None,
+        prompts: list[Tensor],
+        *,
+        graphs: bool,
+        compiler: str | None = None,
+    ) -> None:
+        length = static_length(max(map(len, prompts)) + NEW_TOKENS + 16)
+        setting = DecodingSetting(len(prompts), length, graphs=graphs, compiler=compiler)
         self.decoder = BatchDecoder(target.loaded.model, drafter, setting)
         self.decoder.prepare(prompts, NEW_TOKENS)
         self.decoder.prefill(prompts, NEW_TOKENS)
@@ -186,7 +217,11 @@ def prompt_ids(target: LoadedTarget, prompt: Prompt) -> Tensor:
 
 
 def trained_rows(
-    args: argparse.Namespace, target: Target, chosen: list[Prompt], extra: dict[str, Any]
+    args: argparse.Namespace,
+    target: Target,
+    chosen: list[Prompt],
+    extra: dict[str, Any],
+    compiler: str | None = None,
 ) -> Iterator[Row]:
     """Real decoding of the prompts, plainly and with the trained drafter, prompt by prompt in turns."""
     from drafter_trainer.checkpoint import load_drafter_weights
@@ -196,7 +231,7 @@ def trained_rows(
     drafter.load_state_dict(weights)
     drafter = drafter.to(target.loaded.model.device, target.loaded.model.dtype).eval()
     needed = max(len(prompt_ids(target.loaded, prompt)) for prompt in chosen) + NEW_TOKENS + drafter.config.block_size
-    setting = DecodingSetting(1, static_length(needed), graphs=not args.no_graphs)
+    setting = DecodingSetting(1, static_length(needed), graphs=not args.no_graphs, compiler=compiler)
     ways = {
         PLAIN: BatchDecoder(target.loaded.model, None, setting),
         TRAINED: BatchDecoder(target.loaded.model, drafter, setting),
@@ -209,10 +244,11 @@ def trained_rows(
             yield Setting(), prompt, {way: decoder.decode([ids], NEW_TOKENS, ends)[0] for way, decoder in ways.items()}
 
     comparison = compare(decodings(), [TRAINED], 0.0 if args.dtype == "float32" else 0.5)[Setting()]
-    extra["lossless"] = comparison.lossless
+    named = "trained, compiled" if compiler else "trained"
+    extra.setdefault("lossless", {})[named] = comparison.lossless
     for source, tally in comparison.tallies[TRAINED].items():
         plain = comparison.tallies[PLAIN][source]
-        case = f"trained, {source}, {tally.prompts} prompts"
+        case = f"{named}, {source}, {tally.prompts} prompts"
         yield Row(case, "accepted length, bonus included", "tokens", tally.accepted_length)
         yield Row(
             *(case, "tokens/s, with the drafter ÷ plain", "tokens/s", tally.tokens_per_second),

@@ -20,7 +20,7 @@ from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.sampling import Noise, Verdict, draw, keep_by_rejection, keep_greedily, probabilities
 from drafter_trainer.evaluation.static_drafter import StaticDrafter
-from drafter_trainer.evaluation.static_target import StaticTarget
+from drafter_trainer.evaluation.static_target import StaticTarget, compiled
 
 SHORTEST = 256
 
@@ -47,6 +47,8 @@ class DecodingSetting:
     """Of sampling."""
     graphs: bool = False
     """Capture a round as a CUDA graph."""
+    compiler: str | None = None
+    """Backend of torch.compile for the target's layers and the drafter; None: nothing is compiled."""
 
 
 class BatchDecoder:
@@ -62,8 +64,14 @@ class BatchDecoder:
         self.setting, device = setting, model.device
         layer_ids = drafter.config.target_layer_ids if drafter is not None else ()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        self.target = StaticTarget(model, layer_ids, setting.max_length)
+        self.target = StaticTarget(model, layer_ids, setting.max_length, setting.compiler)
         self.drafter = StaticDrafter(drafter, embedding, head, setting.max_length) if drafter is not None else None
+        self._propose: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._extend: Callable[[Tensor, Tensor], None] | None = None
+        if self.drafter is not None:
+            self._propose, self._extend = self.drafter.propose, self.drafter.extend
+            if setting.compiler is not None:
+                self._propose, self._extend = (compiled(f, setting.compiler) for f in (self._propose, self._extend))
         self.block_size = self.drafter.block_size if self.drafter is not None else 1
         rows, block = setting.rows, self.block_size
         self._slots = torch.arange(block, device=device)
@@ -152,9 +160,9 @@ class BatchDecoder:
     @torch.no_grad()
     def draft(self) -> None:
         """Fill `tokens` behind the last one."""
-        if self.drafter is None:
+        if self._propose is None:
             return
-        logits = self.drafter.propose(self.tokens[:, 0], self._positions())
+        logits = self._propose(self.tokens[:, 0], self._positions())
         if self.noise is None:
             self.tokens[:, 1:] = logits.argmax(dim=-1)
         else:
@@ -165,9 +173,9 @@ class BatchDecoder:
     def verify(self) -> None:
         """Run the target over `tokens`, keep what holds, and go on to the next round's place."""
         positions = self._positions()
-        logits, features = self.target.forward(self.tokens, positions)
-        if self.drafter is not None and features is not None:
-            self.drafter.extend(features, positions)
+        logits, features = self.target.forward(self.tokens, positions, repeated=True)
+        if self._extend is not None and features is not None:
+            self._extend(features, positions)
         choices, gaps = greedy_choices(logits)
         verdict = self._keep(logits, choices)
         self.emitted[:, : self.block_size] = verdict.tokens

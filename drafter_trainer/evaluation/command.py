@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="rounds as CUDA graphs over caches of fixed size (default: no)",
     )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compile the target's layers and the drafter; takes a minute, pays for many prompts (default: no)",
+    )
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
@@ -152,7 +158,7 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy="Leave --graphs out, or decode with --device cuda.",
         )
-    fixed_caches = bool(args.graphs) or settings != (Setting(),)
+    fixed_caches = bool(args.graphs) or args.compile or settings != (Setting(),)
     return DecodingPlan(
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
@@ -163,6 +169,7 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         settings=settings,
         fixed_caches=fixed_caches,
         graphs=bool(args.graphs),
+        compiled=args.compile,
         sampling_seed=spec.train.seed,
         with_texts=args.report is not None,
     )

@@ -18,7 +18,7 @@ from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetti
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.samples import token_texts
-from drafter_trainer.evaluation.setting import PLAIN, TRAINED, UNTRAINED, DecodingPlan, Setting
+from drafter_trainer.evaluation.setting import COMPILER, PLAIN, TRAINED, UNTRAINED, DecodingPlan, Setting
 from drafter_trainer.formats.opening import open_drafter
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
@@ -193,11 +193,15 @@ class PromptDecoder:
         if key not in self._batch_decoders:
             # Caches of another setting are not needed again.
             self._batch_decoders = {k: kept for k, kept in self._batch_decoders.items() if k[1] == setting}
-            options = (setting.temperature, self._plan.sampling_seed, self._plan.graphs)
-            made = BatchDecoder(
-                self.target.model, self.drafters.get(label), DecodingSetting(setting.batch_size, length, *options)
+            wanted = DecodingSetting(
+                rows=setting.batch_size,
+                max_length=length,
+                temperature=setting.temperature,
+                seed=self._plan.sampling_seed,
+                graphs=self._plan.graphs,
+                compiler=COMPILER if self._plan.compiled else None,
             )
-            self._batch_decoders[key] = made
+            self._batch_decoders[key] = BatchDecoder(self.target.model, self.drafters.get(label), wanted)
         return self._batch_decoders[key].decode(ids, self.max_new_tokens, self._end_ids)
 
     def decode(self, prompt: Prompt) -> dict[str, Decoded]:

@@ -8,6 +8,8 @@ from slipstream.run_spec.spec import TargetSpec
 PLAIN = "plain"
 TRAINED = "trained"
 UNTRAINED = "untrained"
+COMPILER = "inductor"
+"""Backend of torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class DecodingPlan:
     """Decode with `BatchDecoder`; else one prompt at a time, greedily, over caches that grow."""
     graphs: bool = False
     """Rounds are CUDA graphs. Needs fixed caches."""
+    compiled: bool = False
+    """The target's layers and the drafter are compiled. Needs fixed caches."""
     sampling_seed: int = 0
     with_texts: bool = False
     """Say what each token of a drafter's answer adds to the text."""
@@ -57,4 +61,5 @@ class DecodingPlan:
         """Which loop decodes, for the report."""
         if not self.fixed_caches:
             return "caches that grow"
-        return "caches of fixed size, rounds as CUDA graphs" if self.graphs else "caches of fixed size, no graphs"
+        rounds = "rounds as CUDA graphs" if self.graphs else "no graphs"
+        return f"caches of fixed size, {rounds}{', compiled' if self.compiled else ''}"

@@ -21,6 +21,8 @@ ATTENTION_NAME = "slipstream_static"
 """transformers makes no mask for a name that it does not know."""
 STEP_ARGUMENT = "static_step"
 """Keyword of the model's forward that carries the `CachedStep` to every layer."""
+LAYER_ARGUMENT = "static_layer"
+"""Keyword of a layer's forward: its own keys and values. One compiled layer then serves all, whatever its number."""
 
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias", "sinks")
 
@@ -31,18 +33,29 @@ class StaticCache:
 
     length: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    mask_kinds: set["MaskKind"] = field(default_factory=set)
+    """What layers have asked `CachedStep.causal_mask` for."""
 
     def write(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Put key and value [N, K, L, d] of tokens at positions int [N, L] → the layer's whole [N, K, S, d] each."""
         if layer not in self.layers:
             # Zeros: what a mask hides is still multiplied, and memory as it comes may hold NaN.
             self.layers[layer] = self._zeros(key), self._zeros(value)
-        for cached, new in zip(self.layers[layer], (key, value), strict=True):
-            cached.scatter_(2, positions[:, None, :, None].expand_as(new), new)
-        return self.layers[layer]
+        return write_into(self.layers[layer], key, value, positions)
 
     def _zeros(self, like: Tensor) -> Tensor:
         return like.new_zeros(like.shape[0], like.shape[1], self.length, like.shape[3])
+
+
+def write_into(cached: tuple[Tensor, Tensor], key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Put key and value [N, K, L, d] of tokens at positions int [N, L] into a layer's [N, K, S, d] each."""
+    for whole, new in zip(cached, (key, value), strict=True):
+        whole.scatter_(2, positions[:, None, :, None].expand_as(new), new)
+    return cached
+
+
+MaskKind = tuple[int | None, int, torch.dtype]
+"""Window, query heads a key head, dtype of the scores."""
 
 
 @dataclass
@@ -52,12 +65,13 @@ class CachedStep:
     cache: StaticCache
     positions: Tensor
     """int64 [N, L]"""
-    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _masks: dict[MaskKind, Tensor] = field(default_factory=dict)
 
     def causal_mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """See `additive`; shared by the layers of a forward."""
         key = (window, groups, dtype)
         if key not in self._masks:
+            self.cache.mask_kinds.add(key)
             distance = key_distance(self.positions, self.cache.length)
             seen = distance >= 0
             self._masks[key] = additive(seen if window is None else seen & (distance < window), groups, dtype)
@@ -131,7 +145,11 @@ def static_attention(
             f"{type(module).__name__} cannot decode with a cache of fixed size: it uses {', '.join(unsupported)}.",
             "Use a target of another architecture.",
         )
-    cached = step.cache.write(int(module.layer_idx), key, value, step.positions)  # type: ignore[arg-type]
+    layer: tuple[Tensor, Tensor] | None = arguments.get(LAYER_ARGUMENT)
+    if layer is None:
+        cached = step.cache.write(int(module.layer_idx), key, value, step.positions)  # type: ignore[arg-type]
+    else:
+        cached = write_into(layer, key, value, step.positions)
     mask = step.causal_mask(arguments.get("sliding_window"), query.shape[1] // key.shape[1], query.dtype)
     attended = attend(query, cached, mask, arguments.get("scaling"), arguments.get("softcap"))
     return attended.transpose(1, 2), None

@@ -6,9 +6,6 @@ tokens that are really there take their place.
 Shapes: N rows, B block size, L tokens, S tokens of context, D hidden size, n features, V vocabulary.
 """
 
-from collections.abc import Iterator
-from itertools import count
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -72,14 +69,15 @@ class _BlockAttention:
 
     def __init__(self, context: StaticCache, positions: Tensor, window: int | None) -> None:
         self.context, self.positions, self.window = context, positions, window
-        self._layer: Iterator[int] = count()
+        self._layer = 0
         self._masks: dict[bool, Tensor] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
         """query [H, N·B, d], key and value [K, N·B, d] → [H, N·B, d]."""
         rows, length = self.positions.shape
         query, key, value = (_by_row(states, rows, length) for states in (query, key, value))
-        cached = self.context.write(next(self._layer), key, value, self.positions)
+        cached = self.context.write(self._layer, key, value, self.positions)
+        self._layer += 1
         mask = self._mask(sliding, query.shape[1] // key.shape[1], query.dtype)
         return attend(query, cached, mask).transpose(0, 1).flatten(1, 2)
 

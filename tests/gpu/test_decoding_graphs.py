@@ -21,9 +21,11 @@ def load(directory: Path, family: Family, dtype: str) -> LoadedTarget:
     return load_causal_lm(TargetSpec(model=str(directory), dtype=dtype), "cuda")  # type: ignore[arg-type]
 
 
-def decode(target: LoadedTarget, *, drafts: bool, graphs: bool, temperature: float = 0.0) -> list[list[int]]:
+def decode(
+    target: LoadedTarget, *, drafts: bool, graphs: bool, temperature: float = 0.0, compiler: str | None = None
+) -> list[list[int]]:
     drafter = random_drafter(target).to(target.model.device, target.model.dtype) if drafts else None
-    setting = DecodingSetting(rows=2, max_length=256, temperature=temperature, seed=5, graphs=graphs)
+    setting = DecodingSetting(rows=2, max_length=256, temperature=temperature, seed=5, graphs=graphs, compiler=compiler)
     decoder = BatchDecoder(target.model, drafter, setting)
     prompts = [prompt.cuda() for prompt in PROMPTS]
     decoder.decode(prompts, 8, NO_END)
@@ -49,3 +51,10 @@ def test_bfloat16_replays_what_it_runs(tmp_path: Path, drafts: bool, temperature
         decode(target, drafts=drafts, graphs=graphs, temperature=temperature) for graphs in (False, True)
     )
     assert replayed == eager
+
+
+def test_float32_is_lossless_compiled(tmp_path: Path) -> None:
+    target = load(tmp_path, "llama", "float32")
+    plain = decode(target, drafts=False, graphs=False)
+    assert decode(target, drafts=False, graphs=True, compiler="inductor") == plain
+    assert decode(target, drafts=True, graphs=True, compiler="inductor") == plain

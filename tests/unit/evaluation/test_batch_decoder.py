@@ -1,11 +1,13 @@
 """Decoding over caches of fixed size says what recomputing and what growing caches say, whatever the family."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
@@ -43,6 +45,14 @@ def decoder(target: LoadedTarget, drafter: DFlashDrafter | None = None, rows: in
 
 def growing(target: LoadedTarget, prompt: Tensor, limit: int) -> Decoded:
     return decode_greedily(CachedTarget(target.model, decoder_layers(target.model), ()), None, prompt, limit, NO_END)
+
+
+@contextmanager
+def counted_graphs() -> Iterator[Callable[[], int]]:
+    """How many graphs Dynamo made since."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    yield lambda: int(stats["unique_graphs"] - before)
 
 
 class Foretelling(BatchDecoder):
@@ -149,3 +159,22 @@ def test_graphs_without_a_gpu_are_refused_in_words() -> None:
     with pytest.raises(SlipstreamError, match="CUDA graphs need a CUDA device") as caught:
         captured(lambda: None)
     assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_layers_say_the_same_and_are_few(tmp_path: Path, family: Family) -> None:
+    target = load(tmp_path, family)
+    config = replace(drafter_config(target, 4), target_model_type=family)
+    drafter = DFlashDrafter(config).eval()
+    initialise_weights(drafter, 7, torch.ones(config.hidden_size))
+    plain = decoder(target).decode([PROMPT], 20, NO_END)[0].tokens
+    # The compiler's front half: it traces what a GPU would get, without a C++ compiler.
+    setting = DecodingSetting(rows=1, max_length=128, compiler="aot_eager")
+    torch._dynamo.reset()
+    with counted_graphs() as graphs:
+        assert BatchDecoder(target.model, None, setting).decode([PROMPT], 20, NO_END)[0].tokens == plain
+    kinds = 2 if family == "gemma3" else 1  # Gemma has layers with a window and without
+    assert graphs() == kinds, "one graph serves all layers of a kind"
+    with counted_graphs() as graphs:
+        assert BatchDecoder(target.model, drafter, setting).decode([PROMPT], 20, NO_END)[0].tokens == plain
+    assert graphs() == kinds + 2, "layers for a block, drafting, extending"
