@@ -30,6 +30,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # It refuses gradients on a CPU, where no compiled backward exists.
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     kept = torch._functorch.config.ban_recompute_materialized_backward
+    # Torch's default; whoever configured the compiler before in this process has changed it.
+    torch._functorch.config.ban_recompute_materialized_backward = True
     torch._dynamo.reset()
     yield
     torch._functorch.config.ban_recompute_materialized_backward = kept
