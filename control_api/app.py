@@ -9,11 +9,12 @@ from fastapi import FastAPI
 
 from control_api import problems
 from control_api.dependencies import Services
+from control_api.exporter import Exporter
 from control_api.feed import Feed
 from control_api.middleware import BearerToken, BodyRules, OwnPagesOnly, TraceId
 from control_api.prober import TargetProber
 from control_api.reconciler import Reconciler
-from control_api.routes import dashboard, health, recipes, records, runs, targets, trainers
+from control_api.routes import dashboard, exports, health, recipes, records, runs, targets, trainers
 from control_api.settings import Settings
 from control_api.store.database import Database
 from slipstream import __version__
@@ -41,7 +42,7 @@ def create_app(
         app.add_middleware(BearerToken, token=settings.token)
     app.add_middleware(OwnPagesOnly, any_host=bool(settings.token))
     app.add_middleware(TraceId)
-    for module in (health, targets, recipes, records, runs, trainers):
+    for module in (health, targets, recipes, records, exports, runs, trainers):
         app.include_router(module.router)
     dashboard.install(app)
     describe_plainly = app.openapi
@@ -55,7 +56,8 @@ def build_services(database: Database, settings: Settings, clock: Callable[[], f
     prober = TargetProber(database, settings, clock)
     prober.add_listener(reconciler.wake)
     feed = Feed(database, settings.keep_alive_seconds)
-    return Services(database, settings, clock, reconciler, prober, feed)
+    exporter = Exporter(settings.export_root, clock)
+    return Services(database, settings, clock, reconciler, prober, feed, exporter)
 
 
 @asynccontextmanager
@@ -63,10 +65,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     services.reconciler.start()
     services.prober.start()
+    services.exporter.start()
     try:
         yield
     finally:
         services.feed.close()
+        services.exporter.stop()
         services.prober.stop()
         services.reconciler.stop()
 

@@ -43,6 +43,7 @@ def serve(arguments: Sequence[str]) -> int:
         token=token,
         targets=parse_targets(options.target),
         data_roots=tuple(root.absolute() for root in options.data_root),
+        export_root=options.export_root and options.export_root.absolute(),
         trainer_timeout=options.trainer_timeout,
         grace_seconds=options.grace_seconds,
     )
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="DIR",
         help="runs may name files in here only, relative ones start at the first; repeatable",
+    )
+    parser.add_argument(
+        "--export-root", type=Path, metavar="DIR", help="put exported checkpoints in here; default: none can be made"
     )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="bearer token; default: the variable SLIPSTREAM_TOKEN"

@@ -11,6 +11,7 @@ from fastapi import Depends, Header, Query, Request, Response
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
+from control_api.exporter import Exporter
 from control_api.feed import Feed
 from control_api.prober import TargetProber
 from control_api.reconciler import Reconciler
@@ -34,6 +35,7 @@ class Services:
     reconciler: Reconciler
     prober: TargetProber
     feed: Feed
+    exporter: Exporter
 
 
 async def get_services(request: Request) -> Services:

@@ -264,6 +264,34 @@ class CheckpointPublic(Resource):
     saved_at: Moment
 
 
+class ExportCreate(Body):
+    """A checkpoint to be written as an engine reads it."""
+
+    to: Literal["vllm", "sglang", "zlab"]
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the tensors; default: the target's in the run definition."""
+    without_self_test: bool = False
+    """Do not decode with the files, which needs the run's target on this server's machine."""
+    replace: bool = False
+    """The directory may exist."""
+
+
+class ExportPublic(Resource):
+    """An export that was asked for."""
+
+    id: int
+    run: str
+    step: int
+    format: str
+    output: str
+    """Directory on this server's machine; it appears when the export has succeeded."""
+    state: Literal["QUEUED", "RUNNING", "SUCCEEDED", "FAILED"]
+    lines: list[str]
+    """The last that the process wrote."""
+    requested_at: Moment
+    ended_at: Moment | None
+
+
 class MetricPublic(Resource):
     """One step as it was measured. A step that was trained again after a resume has several; the last one counts."""
 
@@ -316,6 +344,13 @@ class CheckpointList(Resource):
     """A page, oldest first."""
 
     checkpoints: list[CheckpointPublic]
+    next_page_token: str | None
+
+
+class ExportList(Resource):
+    """A page, oldest first."""
+
+    exports: list[ExportPublic]
     next_page_token: str | None
 
 

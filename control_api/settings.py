@@ -15,6 +15,8 @@ class Settings:
     """Target servers that are registered when the server starts: name → address."""
     data_roots: tuple[Path, ...] = ()
     """Files that a run names must lie in one of these; relative ones start at the first. Empty: absolute paths only."""
+    export_root: Path | None = None
+    """Where exported checkpoints are put; None: this server makes none."""
     heartbeat_seconds: float = 2.0
     trainer_timeout: float = 15.0
     """Seconds without a heartbeat after which a trainer is lost."""

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from control_api import schemas, trainer_schemas
 from control_api.bottleneck import bottleneck
+from control_api.exporter import Export
 from control_api.feed_cursor import Cursor
 from control_api.store import checkpoints, events, metrics, runs
 from control_api.store.tables import Checkpoint, Event, LogLine, Metric, Run, StateChange, Target, Trainer
@@ -97,6 +98,23 @@ def checkpoint(row: Checkpoint) -> schemas.CheckpointPublic:
         path=row.path,
         storage=row.storage,
         saved_at=moment(row.saved_at),
+    )
+
+
+def export(one: Export) -> schemas.ExportPublic:
+    """An export."""
+    return schemas.ExportPublic.model_validate(
+        {
+            "id": one.id,
+            "run": one.request.run,
+            "step": one.request.step,
+            "format": one.request.format,
+            "output": str(one.output),
+            "state": one.state,
+            "lines": list(one.lines),
+            "requested_at": moment(one.requested_at),
+            "ended_at": None if one.ended_at is None else moment(one.ended_at),
+        }
     )
 
 

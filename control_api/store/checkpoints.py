@@ -47,6 +47,12 @@ def page(session: Session, run_id: int, *, after: int, size: int) -> Sequence[Ch
     return session.scalars(query.order_by(Checkpoint.id).limit(size)).all()
 
 
+def of_step(session: Session, run_id: int, step: int) -> Checkpoint | None:
+    """The one that was saved last, where several storages hold one of this step."""
+    query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.step == step)
+    return session.scalars(query.order_by(Checkpoint.saved_at.desc()).limit(1)).first()
+
+
 def newest_step(session: Session, run_id: int) -> int | None:
     """Steps trained by the newest one; None when there is none."""
     return session.scalar(select(func.max(Checkpoint.step)).where(Checkpoint.run_id == run_id))

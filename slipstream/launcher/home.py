@@ -4,6 +4,7 @@ stack.json        what `slipstream up` was asked for          control-api.sqlite
 supervisor.json   what runs, and where                        target/              the target server's ledger
 supervisor.lock   held by the supervisor while it lives       trainers/NAME/       state of a trainer agent
 locks/NAME.lock   held by a process while it lives            runs/                checkpoints and metrics
+                                                              exports/             checkpoints as engines read them
                                                               logs/NAME.log        output of a process
 """
 
@@ -71,6 +72,7 @@ class Home:
         self.ledger = self.root / "target" / "ledger.sqlite"
         self.trainers = self.root / "trainers"
         self.runs = self.root / "runs"
+        self.exports = self.root / "exports"
         self.logs = self.root / "logs"
         self.locks = self.root / "locks"
         self.token_file = self.root / "token"

@@ -55,6 +55,7 @@ def reachable(address: str) -> str:
 
 def _api(stack: Stack, home: Home) -> Program:
     arguments = ["--listen", stack.api.address, "--database", f"sqlite:///{home.database}"]
+    arguments += ["--export-root", str(home.exports)]
     if stack.target is not None:
         arguments += ["--target", f"{stack.target.name}={reachable(stack.target.address)}"]
     roots = list(stack.data_roots)

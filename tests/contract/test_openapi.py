@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from control_api.app import create_app
-from control_api.routes import health, recipes, records, runs, trainers
+from control_api.routes import exports, health, recipes, records, runs, trainers
 from control_api.routes import targets as targets_routes
 from control_api.settings import Settings
 from control_api.store import targets
@@ -49,7 +49,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 STREAMS = {"stream_events", "stream_logs"}
 OPERATIONS = [
     str(route.operation_id)
-    for module in (health, recipes, records, runs, targets_routes, trainers)
+    for module in (exports, health, recipes, records, runs, targets_routes, trainers)
     for route in module.router.routes
     if isinstance(route, APIRoute) and route.operation_id not in STREAMS
 ]
@@ -79,4 +79,4 @@ def test_every_answer_is_documented(document: Any, operation: str) -> None:
 def test_operations_have_stable_ids(document: Any) -> None:
     found = {one.ok().definition.raw["operationId"] for one in document.get_all_operations()}
     assert found == {*OPERATIONS, *STREAMS}
-    assert len(OPERATIONS) == 27
+    assert len(OPERATIONS) == 29
