@@ -5,6 +5,7 @@ own; only what a layer computes is replaced. Layers of one kind (class, parts, s
 no pack changes: documents reach attention past the graph.
 """
 
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,15 @@ class CompiledLayers:
             layers: the decoder's.
             traits: of every attention module, by its id.
             backend: of torch.compile.
+
+        Raises:
+            RuntimeError: the layers are wrapped by something else, as by hooks that move weights.
         """
         kinds: dict[Hashable, LayerForward] = {}
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         for layer in layers:
-            assert "forward" not in vars(layer), "somebody else has replaced the forward of a layer"
+            if "forward" in vars(layer):
+                raise RuntimeError(f"something else has replaced the forward of a {type(layer).__name__} already")
             kind = kind_of(layer, traits)
             if kind not in kinds:
                 kinds[kind] = compile_layer(type(layer), f"{type(layer).__name__}_{len(kinds)}", backend)
@@ -83,10 +88,11 @@ def compile_layer(layer_class: type[nn.Module], name: str, backend: str) -> Laye
 
 def kind_of(layer: nn.Module, traits: Mapping[int, AttentionTraits]) -> Hashable:
     """Equal for layers that one graph fits."""
+    tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     return (
         type(layer),
         tuple((name, type(module), traits.get(id(module))) for name, module in layer.named_modules()),
-        tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.state_dict(keep_vars=True).items()),
+        tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
     )
 
 

@@ -106,6 +106,14 @@ class AskingTheHost(nn.Module):
         return self.inner(row) if row.sum().item() < 1e9 else row
 
 
+def test_layers_that_something_else_has_wrapped(tmp_path: Path) -> None:
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    layer = decoder_layers(loaded.model)[0]
+    layer.forward = layer.forward
+    with pytest.raises(RuntimeError, match="replaced the forward of a LlamaDecoderLayer"):
+        PackedForward(loaded.model, backend=TRACED).prepare(ROWS)
+
+
 def test_compiled_code_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, outputs = PackedForward._run, []
 
