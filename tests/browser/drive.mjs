@@ -31,6 +31,7 @@ try {
   await apiIsRestarted(page);
   await pauseAndResume(page);
   await stop(page);
+  await exportNewest(page);
   await overview(page);
   assert.deepEqual(complaints, []);
   say("all done");
@@ -116,6 +117,15 @@ async function logs(page) {
   await page.waitForFunction(() => document.querySelector("#logs .log").textContent.includes("\n"), null, { timeout: PATIENCE });
   await page.locator("#logs summary").click();
   say("the log of the training process is there");
+}
+
+async function exportNewest(page) {
+  await page.locator("#export-format").selectOption("zlab");
+  await page.locator("#export").click();
+  const row = page.locator('#exports .row[data-state="SUCCEEDED"]');
+  await row.waitFor({ timeout: PATIENCE });
+  assert.match(await row.locator(".path").textContent(), /-zlab$/);
+  say("the newest checkpoint is exported, and where it lies is said");
 }
 
 async function reload(page) {

@@ -63,6 +63,7 @@ def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) ->
 
     def start_api(listen: str) -> tuple[ManagedProcess, str]:
         options = ("--database", f"sqlite:///{tmp_path / 'control.sqlite'}", "--data-root", recipe.parent)
+        options += ("--export-root", tmp_path / "exports")
         process = processes.start(
             "control_api", "--listen", listen, *options, "--target", f"tiny={target}", env=environment
         )

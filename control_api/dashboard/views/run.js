@@ -7,7 +7,7 @@ import { follow } from "../feed.js";
 import { duration, integer, measure, percent, plural, rate } from "../format.js";
 import { MetricSeries, trailingMean } from "../series.js";
 import { Figure, badge, moment, notice, setBadge, targetRow, trainerRow } from "./parts.js";
-import { Checkpoints, Definition, Logs, Timeline } from "./run_records.js";
+import { Checkpoints, Definition, Exports, Logs, Timeline } from "./run_records.js";
 
 const EVERY = 2000;
 const SOON = 150;
@@ -52,6 +52,7 @@ class RunView {
   #verbs = new VerbButtons((verb) => this.#apply(verb));
   #timeline = new Timeline();
   #checkpoints = new Checkpoints();
+  #exports;
   #logs;
   #definition = new Definition();
 
@@ -59,6 +60,7 @@ class RunView {
     this.#main = main;
     this.#name = name;
     this.#signal = AbortSignal.any([signal, this.#end.signal]);
+    this.#exports = new Exports(name, this.#signal);
     this.#logs = new Logs(name, this.#signal);
   }
 
@@ -94,7 +96,7 @@ class RunView {
         h("section", { class: "card" }, h("h2", {}, "Events"), this.#timeline.node),
         h("div", { class: "stack" },
           h("section", { class: "card" }, h("h2", {}, "Trainer and target"), this.#workers),
-          h("section", { class: "card" }, h("h2", {}, "Checkpoints"), this.#checkpoints.node))),
+          h("section", { class: "card" }, h("h2", {}, "Checkpoints"), this.#checkpoints.node, this.#exports.node))),
       this.#logs.node, this.#definition.node);
     this.#charts = new ChartGroup(this.#chartArea, this.#series, this.#signal);
     this.#definition.show(this.#run);
@@ -177,6 +179,7 @@ class RunView {
     if (this.#run.latest_checkpoint_step !== this.#checkpointStep) {
       const list = await all(runPath(this.#name, "/checkpoints"), "checkpoints", this.#signal);
       this.#checkpoints.show(list);
+      this.#exports.show(this.#run.latest_checkpoint_step);
       this.#checkpointStep = this.#run.latest_checkpoint_step;
     }
   }

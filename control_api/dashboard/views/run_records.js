@@ -1,6 +1,6 @@
 // What a run leaves behind: events, checkpoints, log lines, and the definition it was made from.
 
-import { Refused, get, poll, runPath } from "../api.js";
+import { Refused, Unreachable, all, get, pause, poll, runPath, send } from "../api.js";
 import { fill, h } from "../dom.js";
 import { integer, plural } from "../format.js";
 import { badge, command, empty, moment } from "./parts.js";
@@ -8,6 +8,8 @@ import { badge, command, empty, moment } from "./parts.js";
 const NEWEST = 40;
 const LOG_LINES = 200;
 const LOG_EVERY = 2000;
+const EXPORT_EVERY = 2000;
+const FORMATS = { vllm: "vLLM", sglang: "SGLang", zlab: "transformers (z-lab)" };
 
 /** Newest first. An event is shown once however often it arrives. */
 export class Timeline {
@@ -85,6 +87,73 @@ export class Checkpoints {
         place === 0 ? h("code", { class: "path" }, one.path) : null)))
       : h("p", { class: "detail" }, "None yet."));
   }
+}
+
+/** Writes the newest checkpoint as an engine reads it, and says how far that is. */
+export class Exports {
+  #name;
+  #signal;
+  #step = null;
+  #isFollowing = false;
+  #format = h("select", { id: "export-format", "aria-label": "Format" },
+    Object.entries(FORMATS).map(([value, label]) => h("option", { value }, label)));
+  #button = h("button", { type: "button", id: "export", onclick: () => this.#export() }, "Export");
+  #error = h("p", { class: "error", role: "alert", hidden: true });
+  #list = h("ul", { class: "rows", id: "exports" });
+  #form = h("div", { class: "row" }, h("span", { class: "name" }, "Export the newest for"), this.#format, this.#button);
+  node = h("div", { hidden: true }, this.#form, this.#error, this.#list);
+
+  constructor(name, signal) {
+    this.#name = name;
+    this.#signal = signal;
+  }
+
+  /** `step` of the newest checkpoint; null while there is none. */
+  show(step) {
+    if (this.#step === null && step !== null) this.#follow();
+    this.#step = step;
+    this.node.hidden = step === null;
+  }
+
+  async #export() {
+    this.#error.hidden = true;
+    this.#button.disabled = true;
+    try {
+      await send(runPath(this.#name, `/checkpoints/${this.#step}:export`), { to: this.#format.value });
+      this.#follow();
+    } catch (error) {
+      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      this.#error.textContent = error.message;
+      this.#error.hidden = false;
+    } finally {
+      this.#button.disabled = false;
+    }
+  }
+
+  /** Until none is at work any more. */
+  async #follow() {
+    if (this.#isFollowing) return;
+    this.#isFollowing = true;
+    let exports = [];
+    do {
+      try {
+        exports = await all(runPath(this.#name, "/exports"), "exports", this.#signal);
+        fill(this.#list, exports.map(exportRow).reverse());
+      } catch (error) {
+        if (this.#signal.aborted || error instanceof Refused) break;
+        if (!(error instanceof Unreachable)) throw error;
+      }
+      await pause(EXPORT_EVERY, this.#signal);
+    } while (!this.#signal.aborted && exports.some((one) => one.ended_at === null));
+    this.#isFollowing = false;
+  }
+}
+
+function exportRow(one) {
+  const said = one.state === "FAILED" ? one.lines.slice(-3).join("\n") : one.output;
+  return h("li", { class: "row", "data-state": one.state },
+    h("span", { class: "name" }, `step ${integer(one.step)}`), h("span", {}, FORMATS[one.format] ?? one.format),
+    h("span", { class: "detail end" }, sentence(one.state)), h("code", { class: "path" }, said));
 }
 
 /** The last lines of the training process; read only while somebody has opened them. */
