@@ -6,6 +6,7 @@ The step here is the CPU's, by SDPA; compiled kernels are compared in tests/gpu/
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -191,3 +192,24 @@ def test_the_compared_anchors_are_spread_and_valid() -> None:
     assert compared[0] == valid[0] and compared[-1] == valid[-1]
     nothing = replace(pack, anchors=Anchors(torch.zeros(ANCHORS, dtype=torch.int64), torch.zeros(ANCHORS).bool()))
     assert not GradientCheck(step)._slice(nothing, targets).anchors.valid.any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_warm_up_without_gradients_is_impossible(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """Both of its parts end in a backward: a forward alone compiles nothing that a run could rely on."""
+    spec = spec_of("float32")
+    step = step_of(spec)
+    for part in (check_gradients, run_steps):
+        with mode(), pytest.raises(RuntimeError, match="does not require grad|inference tensor"):
+            part(step, adversarial_batches(CPU, plan_of(spec), torch.float32, vocab_size=90))
+
+
+def test_every_step_of_the_warm_up_has_gradients_and_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("float32")
+    step = step_of(spec)
+    seen: list[str] = []
+    add, apply = step.optimizer.add_gradients, step.optimizer.apply
+    monkeypatch.setattr(step.optimizer, "add_gradients", lambda *a, **k: (seen.append("gradients"), add(*a, **k))[1])
+    monkeypatch.setattr(step.optimizer, "apply", lambda *a, **k: (seen.append("update"), apply(*a, **k))[1])
+    run_steps(step, adversarial_batches(CPU, plan_of(spec), torch.float32, vocab_size=90))
+    assert seen == ["gradients", "update"] * 5
