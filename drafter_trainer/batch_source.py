@@ -334,9 +334,10 @@ class BatchSource:
         ]
         if bucket is None or wrong:
             raise SlipstreamError(
-                f"Pack {manifest.sequence_number} does not fit the compiled step: {', '.join(wrong)}.",
+                f"Pack {manifest.sequence_number} does not fit the compiled step: {', '.join(wrong)}. "
+                f"Declared are packs of {', '.join(map(str, lengths))} tokens.",
                 reason=Reason.PACK_OUTSIDE_BUCKETS,
-                remedy="Packs of one run have one length, data.pack_tokens; target server and trainer must be of the "
+                remedy="Packs of a run have the lengths that it declares; target server and trainer must be of the "
                 "same version.",
             )
         return bucket

@@ -1,14 +1,19 @@
 """Packs of several lengths: padded to the next bucket, they train as they would alone."""
 
+import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
+from drafter_trainer.batch_source import BatchSource, PackPlan, StepBatch, TrainingPack, payload_shapes
 from drafter_trainer.pack_buckets import bucket_of, declared_lengths, padded_to
 from drafter_trainer.step import TrainingStep
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import batch_pb2
+from slipstream.run_spec.reasons import Reason
 from tests.unit.trainer_runtime.test_step import (
     ANCHORS,
     HIDDEN,
@@ -67,3 +72,26 @@ def test_a_padded_pack_learns_the_same() -> None:
     assert padded.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(padded_weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shorter", "words"),
+    [
+        (640, (128, 256), r"input_ids \[640\] \(expected \[512\]\).*Declared are packs of 128, 256, 512 tokens"),
+        (256, (), r"input_ids \[256\] \(expected \[512\]\).*Declared are packs of 512 tokens"),
+        (0, (128,), "input_ids missing"),
+    ],
+)
+def test_a_pack_outside_the_buckets_is_refused_before_anything_of_it_is_read(
+    tokens: int, shorter: tuple[int, ...], words: str
+) -> None:
+    plan = PackPlan(0, 1, 1, payload_shapes((), 512, HIDDEN), ANCHORS, 0, 2, 60.0, shorter_lengths=shorter)
+    nothing: Any = None
+    source = BatchSource(nothing, plan, nothing, threading.Event())
+    manifest = batch_pb2.PackManifest(sequence_number=7)
+    if tokens:
+        for name, shape in plan.shapes_of(tokens).items():
+            manifest.tensors.add(name=name, shape=shape)
+    with pytest.raises(SlipstreamError, match=f"Pack 7 does not fit the compiled step: {words}") as refused:
+        source._bucket_of(manifest)
+    assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
