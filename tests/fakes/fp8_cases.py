@@ -68,7 +68,8 @@ def fp8_case(*, hidden: int, layers: int, vocabulary: int, pack_tokens: int, dev
     features = normal(pack_tokens, NUM_FEATURES * hidden) * (0.5 * normal(pack_tokens, 1)).exp()
     features[:, torch.randperm(features.shape[1], generator=generator)[:OUTLIER_CHANNELS]] *= 60.0
     embedding = 0.03 * normal(vocabulary, hidden) * (0.3 * normal(vocabulary, 1)).exp()
-    head = 0.05 * normal(vocabulary, hidden) * (0.3 * normal(vocabulary, 1)).exp()
+    # Of logits that spread by 1.2 where the final norm is 1, as an untrained drafter's do.
+    head = 1.2 * hidden**-0.5 * normal(vocabulary, hidden) * (0.3 * normal(vocabulary, 1)).exp()
     anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], pack_tokens // 8, 0, 0).to(device)
     pack = {name: tensor.to(device) for name, tensor in pack.items()}
     targets = build_block_targets(pack, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id)
