@@ -12,6 +12,7 @@ from slipstream.telemetry.logs import log_event
 
 _AGENT_GONE = 0  # in the place of a signal's number
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_END_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class StopRequest:
         self._previous_wakeup = -1
         self._reader, self._writer = -1, -1
         self._is_open = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="stop-request", daemon=True)
 
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener`, in another thread, once a stop is requested."""
@@ -45,7 +47,7 @@ class StopRequest:
         self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, _leave_it_to_the_descriptor)
-        threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -57,6 +59,8 @@ class StopRequest:
         with self._is_open:
             os.close(self._writer)
             self._writer = -1
+        # A thread that still wants to run while the interpreter ends takes the process down with SIGABRT.
+        self._thread.join(_END_SECONDS)
 
     def _watch(self) -> None:
         asked_by = self._next(_AGENT_GONE, *_SIGNALS)

@@ -3,11 +3,13 @@
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from drafter_trainer.cli import main
+from drafter_trainer.stop_request import StopRequest
 from tests.fakes.processes import ManagedProcess
 
 RECIPE = """
@@ -82,3 +84,12 @@ def test_the_first_signal_asks_and_the_second_leaves_at_once() -> None:
         process.wait_for_line("^asked True$")
         process.terminate()
         assert process.wait_exit() == 128 + signal.SIGTERM
+
+
+def test_no_thread_of_a_stop_request_outlives_it() -> None:
+    """One that wakes up while the interpreter ends aborts the process."""
+    for _ in range(20):
+        with StopRequest() as stop:
+            assert any(thread.name == "stop-request" for thread in threading.enumerate())
+        assert not any(thread.name == "stop-request" for thread in threading.enumerate())
+        assert not stop.event.is_set()
