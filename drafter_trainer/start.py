@@ -150,7 +150,8 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory = MemoryReport(spec, target_config, device)
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
-        with compiling_turn(cache, compiled_for(spec, config, plan), stop.event):
+        what = "" if cache is None else compiled_for(spec, config, plan, device)
+        with compiling_turn(cache, what, stop.event):
             warm_up_step(step, plan, target)
         memory.take(step.memory)
         memory.log()
@@ -201,8 +202,7 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
         guards = check_environment(device)
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        versions = f"torch-{torch.__version__}", f"triton-{package_version('triton')}"
-        cache = use_compile_cache(os.environ, built_for=(*versions, torch.cuda.get_device_name(device)))
+        cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
         configure_compiler(_DECLARED_GRAPHS)
         install_tripwire()
         self_test(device)
@@ -283,11 +283,17 @@ def warm_up_step(step: TrainingStep, plan: PackPlan, target: pb.GetTargetRespons
         warm_up(step, plan, feature_dtype, vocab_size=step.drafter.config.vocab_size)
 
 
-def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan) -> str:
-    """All of a run that decides what is compiled."""
-    train = spec.train.model_dump_json(include={"precision", "fp8", "cuda_graphs", "packs_per_step"})
-    shapes = f"{plan.pack_lengths} tokens, {plan.num_anchors} anchors"
-    return "\n".join((__version__, config.to_json(), train, spec.loss.model_dump_json(), shapes))
+def compiler_and_device(device: torch.device) -> tuple[str, str, str]:
+    """Code that was compiled with the one for the other serves nobody else."""
+    triton = package_version("triton")
+    return f"torch-{torch.__version__}", f"triton-{triton}", torch.cuda.get_device_name(device)
+
+
+def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan, device: torch.device) -> str:
+    """All that decides what is compiled."""
+    train = spec.train.model_dump_json(exclude={"seed", "max_steps", "max_tokens", "epochs", "max_not_finite_steps"})
+    run = config.to_json(), train, spec.loss.model_dump_json(), f"{plan.pack_lengths} {plan.num_anchors}"
+    return "\n".join((__version__, *compiler_and_device(device), *run))
 
 
 def hidden_state_names(spec: RunSpec, config: DrafterConfig) -> tuple[str, ...]:
