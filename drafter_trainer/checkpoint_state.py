@@ -63,7 +63,7 @@ class CheckpointState(_Record):
     spec: dict[str, Any]
     """The resolved run definition."""
     versions: dict[str, str]
-    """Of python, torch, slipstream."""
+    """Of python, torch, slipstream; and the machine."""
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:

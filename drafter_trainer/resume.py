@@ -1,5 +1,6 @@
 """May this recipe go on from that checkpoint? Only if it would learn the same thing from the same place."""
 
+import os
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -99,8 +100,10 @@ def restore_rng_state(state: Mapping[str, Tensor]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """For the checkpoint: what wrote it."""
+    """For the checkpoint: what wrote it, and on what."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {
+        "machine": f"{gpu}, {os.cpu_count()} CPU cores",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "slipstream": slipstream.__version__,

@@ -125,7 +125,7 @@ def _describe(
         dtype=plan.dtype,
         directory_name=plan.output.name,
         target_name=plan.served_as,
-        target_licence=read_licence(locate_target(plan.target).root) if plan.target else None,
+        target_licence=read_licence(locate_target(plan.target)) if plan.target else None,
         steps=state.cursor.next_step,
         total_steps=state.total_steps,
         tokens=state.loop.tokens,

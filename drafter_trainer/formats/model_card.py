@@ -10,6 +10,7 @@ from drafter_trainer.formats.self_test import SelfTest
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
+from slipstream.target_files import TargetFiles
 
 _SERVE = {
     "vllm": "vllm serve {target} \\\n"
@@ -77,8 +78,19 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return report
 
 
-def read_licence(root: Path) -> str | None:
-    """The licence of a model, from the head of its card or its configuration; None where neither names one."""
+def read_licence(files: TargetFiles) -> str | None:
+    """The licence of a model, from its card's head, its configuration or its .gguf; None where none names it."""
+    return _licence_in_gguf(files.weights[0]) if files.is_gguf else _licence_beside(files.root)
+
+
+def _licence_in_gguf(path: Path) -> str | None:
+    import gguf  # the target was read with it
+
+    field = gguf.GGUFReader(path).fields.get("general.license")
+    return None if field is None else str(field.contents())
+
+
+def _licence_beside(root: Path) -> str | None:
     card = root / "README.md"
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
     if lines[:1] == ["---"]:
@@ -159,7 +171,7 @@ def _serving(config: DrafterConfig, facts: CardFacts) -> str:
 
 def _recipe(spec: RunSpec, facts: CardFacts) -> str:
     pace = "" if facts.seconds is None else f", {facts.seconds / 60:.1f} minutes of steps"
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "device")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "machine")
     rows = {
         "run": f"`{spec.name}`, {facts.steps} of {facts.total_steps} steps, {facts.tokens:,} tokens{pace}",
         "data": ", ".join(f"`{Path(file).name if file.startswith('/') else file}`" for file in spec.data.files),
@@ -168,7 +180,7 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
         f"{spec.optimizer.schedule}",
         "pack": f"{spec.data.pack_tokens} tokens, {spec.train.anchors_per_pack} anchors, "
         f"{spec.train.packs_per_step} a step, {spec.train.precision}",
-        "hardware": facts.versions.get("device", "not recorded by the run"),
+        "hardware": facts.versions.get("machine", "not recorded by the run"),
         "software": versions,
     }
     table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())

@@ -240,6 +240,21 @@ def test_checkpoints(desk: Desk, slipstream: Command) -> None:
     assert slipstream("checkpoint", "ls", "nobody").status == 13
 
 
+def test_export_of_a_checkpoint_that_is_not_here(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    flags = ("--to", "vllm", "--output", "out")
+    answer = slipstream("checkpoint", "export", "demo", *flags)
+    assert (answer.status, "no checkpoint yet, expected one of: none" in answer.err) == (11, True)
+    desk.beat(report=report(assignment, "RUNNING", checkpoints=[checkpoint(20), checkpoint(40)]))
+    answer = slipstream("checkpoint", "export", "demo@30", *flags)
+    assert (answer.status, "no checkpoint of step 30, expected one of: 20, 40" in answer.err) == (11, True)
+    answer = slipstream("checkpoint", "export", "demo@20", *flags)
+    assert answer.status == 11
+    assert "lies at /runs/demo/step-20 on the trainer's machine" in answer.err
+    assert "slipstream checkpoint export /runs/demo/step-20 --to vllm" in answer.err
+    assert slipstream("checkpoint", "export", "nobody@20", *flags).status == 13
+
+
 @pytest.mark.parametrize(
     ("reason", "then"), [("DATA_INVALID", "run delete demo"), ("OUT_OF_MEMORY", "run resume demo")]
 )

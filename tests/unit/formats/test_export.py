@@ -33,6 +33,7 @@ from drafter_trainer.formats.vllm import VllmFormat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_files import TargetFiles
 from slipstream.target_loading import load_causal_lm
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
 from tests.fakes.tiny_run import write_target
@@ -229,7 +230,7 @@ def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Pat
 )
 def test_licence(head: str, licence: str | None, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(head)
-    assert read_licence(tmp_path) == licence
+    assert read_licence(TargetFiles(tmp_path, weights=(), descriptions=(), revision=None)) == licence
 
 
 def test_import_says_what_a_recipe_needs(
