@@ -204,8 +204,10 @@ class FlexAttention:
 
 
 def _padded(heads: Tensor, length: int) -> Tensor:
-    """[H, S, d] → [1, H, length, d], zeros at the end; no copy where nothing is missing."""
-    return functional.pad(heads[None], (0, 0, 0, length - heads.shape[1]))
+    """[H, S, d] → [1, H, length, d], zeros at the end."""
+    missing = length - heads.shape[1]
+    # Padding by nothing is an operation all the same, whose result a backward would keep.
+    return functional.pad(heads[None], (0, 0, 0, missing)) if missing else heads[None]
 
 
 @dataclass(frozen=True)

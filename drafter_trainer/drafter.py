@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drafter_trainer.block_mask import AttentionLayout, BlockAttention
 from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig
-from drafter_trainer.rotary import rotary_tables, rotate
+from drafter_trainer.rotary import RotaryTables, rotary_tables, rotate
 
-Tables = tuple[Tensor, Tensor]
 LayerContext = tuple[Tensor, Tensor]
 """Projected context of one layer: key (normalised, rotated) and value, each [H_kv, S, d]."""
 CachedAttention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -55,12 +54,12 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def queries(self, states: Tensor, tables: Tables) -> Tensor:
+    def queries(self, states: Tensor, tables: RotaryTables) -> Tensor:
         """[R, D] → [H, R, d]."""
         heads = self.q_proj(states).unflatten(-1, (self.num_heads, -1))
         return rotate(self.q_norm(heads), tables).transpose(0, 1)
 
-    def keys_and_values(self, states: Tensor, tables: Tables) -> LayerContext:
+    def keys_and_values(self, states: Tensor, tables: RotaryTables) -> LayerContext:
         """[S, D] → two of [H_kv, S, d]; the same projections serve context and block."""
         keys = self.k_proj(states).unflatten(-1, (self.num_kv_heads, -1))
         values = self.v_proj(states).unflatten(-1, (self.num_kv_heads, -1))
@@ -96,7 +95,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, block: Tensor, context: LayerContext, tables: Tables, attention: BlockAttention) -> Tensor:
+    def forward(self, block: Tensor, context: LayerContext, tables: RotaryTables, attention: BlockAttention) -> Tensor:
         """block [R, D], this layer's projected context, tables of the block's positions → [R, D]."""
         states = self.input_layernorm(block)
         queries = self.self_attn.queries(states, tables)

@@ -38,8 +38,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+HEADS = -1
+
+
 def kept_rows(drafter: DFlashDrafter) -> tuple[Counter[int], list[Tensor]]:
-    """How many [A·B, width] tensors the forward keeps, by width; output and gradients."""
+    """How many [A·B, width] tensors the forward keeps, by width, and as `HEADS` how many [1, H, A·B, d]; output and
+    gradients."""
     compiled = flex_policy.compile_owned(drafter, name="drafter", graphs=1)
     config = drafter.config
     pack = packed([130, 90], TOKENS)
@@ -53,6 +57,7 @@ def kept_rows(drafter: DFlashDrafter) -> tuple[Counter[int], list[Tensor]]:
     given = {tensor.data_ptr() for tensor in (features, rows, *drafter.parameters())}
     saved = [tensor for tensor in hidden.grad_fn.saved_tensors if tensor.data_ptr() not in given]
     widths = Counter(tensor.shape[1] for tensor in saved if tensor.dim() == 2 and len(tensor) == ANCHORS * BLOCK)
+    widths[HEADS] = sum(tensor.dim() == 4 and tensor.shape[2] == ANCHORS * BLOCK for tensor in saved)
     return widths, [hidden, *torch.autograd.grad(hidden.square().sum(), list(drafter.parameters()))]
 
 
@@ -65,7 +70,8 @@ def test_neither_the_gated_product_nor_a_norms_output_is_kept(traced: None) -> N
     after, results = kept_rows(drafter)
     layers = drafter.config.num_layers
     assert before[inner] == 3 * layers and after[inner] == 2 * layers, "gate and up"
-    assert after.total() < before.total() - layers
+    assert before[HEADS] == 2 * layers and after[HEADS] == layers, "what attention returns; queries are rotated again"
+    assert after.total() < before.total() - 2 * layers
     torch.testing.assert_close(results, reference)
 
 
