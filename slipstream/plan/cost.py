@@ -65,8 +65,11 @@ def plan_cost(sizes: RunSizes, *, tflops: float, total_steps: int | None, keep: 
         total_steps: of the run, where that is known.
         keep: `checkpoint.keep`.
     """
-    flop = sum(step_flop(sizes).values())
-    seconds = flop / (tflops * 1e12)
+    work = step_flop(sizes)
+    flop = sum(work.values())
+    # Computed again in the backward: a forward is a third of a layer's work, of its attention two products in seven.
+    again = (work["block projections"] + work["block MLPs"]) / 3 + work["attention"] * 2 / 7
+    seconds = (flop + (again if sizes.checkpointed_layers else 0.0)) / (tflops * 1e12)
     saved = checkpoint_bytes(sizes)
     return CostPlan(
         parameters=sizes.parameters,

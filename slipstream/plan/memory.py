@@ -138,7 +138,8 @@ def saved_activations(sizes: RunSizes) -> dict[str, int]:
         "block embeddings": rows * hidden * wide,
     }
     if sizes.checkpointed_layers:
-        inputs = rows * hidden + 2 * sizes.pack_tokens * sizes.key_width
+        # What enters a layer: the block, and keys and values of the context, of which the norm keeps its input, too.
+        inputs = rows * hidden + 3 * sizes.pack_tokens * sizes.key_width
         return context | {"layer inputs": sizes.num_layers * inputs * wide} | _one_layer(sizes)
     return context | {part: sizes.num_layers * size for part, size in _one_layer(sizes).items()}
 

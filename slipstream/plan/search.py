@@ -1,8 +1,8 @@
 """The settings nearest to a recipe's with which a run fits: searched over a grid of changes, each with a price.
 
-A price says how much a change is regretted. Cheap is what leaves the result as it is (a smaller chunk of logits, fewer
-packs ready, no graphs); dear is what trains something else (fewer anchors, a shorter pack, another optimizer, fewer
-layers). The cheapest combination that fits is the nearest.
+A price says how much a change is regretted. Cheap is what leaves the result as it is: a smaller chunk of logits, fewer
+packs ready, layers computed again, no graphs. Dear is what trains something else: fewer anchors, a shorter pack, another
+optimizer, fewer layers. The cheapest combination that fits is the nearest.
 """
 
 import heapq
@@ -94,6 +94,7 @@ def _knobs(sizes: RunSizes, device_bytes: int) -> list[Iterator[Change]]:
     return [
         _chunks(sizes, device_bytes),
         _steps("stream.prefetch_packs", "prefetch_packs", sizes, {_LEAST_PREFETCH}, 0.1),
+        _flag("train.activation_checkpointing=true", not sizes.checkpointed_layers, {"checkpointed_layers": True}, 0.5),
         _flag("train.cuda_graphs=false", sizes.cuda_graphs, {"cuda_graphs": False}, 0.2),
         _steps(
             "train.anchors_per_pack", "anchors_per_pack", sizes, _shares(sizes.anchors_per_pack, _ANCHOR_MULTIPLE), 2.0

@@ -164,6 +164,7 @@ class RunSizes:
             moving_average=spec.optimizer.ema_decay is not None,
             needs_target_distribution=spec.loss.needs_target_distribution,
             fp8=train.fp8,
+            checkpointed_layers=train.activation_checkpointing,
             chunk_rows=spec.loss.chunk_rows,
             least_pack_tokens=spec.data.max_document_tokens or TILE,
             layers_are_named=drafter.layer_types is not None,

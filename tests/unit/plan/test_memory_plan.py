@@ -192,6 +192,11 @@ def test_computing_layers_again_keeps_less(size: str) -> None:
     sizes = SIZES[size]
     kept, again = (sum(saved_activations(replace(sizes, checkpointed_layers=how)).values()) for how in (False, True))
     assert again < kept / 2
+    faster, slower = (
+        plan_cost(replace(sizes, checkpointed_layers=how), tflops=500.0, total_steps=None, keep=1)
+        for how in (False, True)
+    )
+    assert faster.step_flop == slower.step_flop and 1.05 < slower.step_seconds / faster.step_seconds < 4 / 3
     assert (
         plan_memory(replace(sizes, optimizer="muon"), H200_BYTES).held_bytes
         != plan_memory(sizes, H200_BYTES).held_bytes

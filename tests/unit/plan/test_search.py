@@ -53,7 +53,7 @@ def test_no_cheaper_combination_fits() -> None:
     fitting = (
         sum(change.price for change in changes)
         for changes in itertools.product(*knobs)
-        if sum(change.price for change in changes) < fit.price and _peak(sizes, changes, limit) <= limit
+        if sum(change.price for change in changes) < fit.price - 1e-6 and _peak(sizes, changes, limit) <= limit
     )
     assert next(fitting, None) is None
 
