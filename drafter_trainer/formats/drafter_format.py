@@ -117,6 +117,8 @@ class DrafterFormat(ABC):
                  if theirs[name] != value]  # fmt: skip
         wrong += [f"{name} has other values" for name, tensor in weights.items()
                   if not same_bits(tensor, found.weights[name])]  # fmt: skip
+        wrong += [f"{name} has other text" for name, text in self.extra_files().items()
+                  if (directory / name).read_text(encoding="utf-8") != text]  # fmt: skip
         if wrong:
             raise config_invalid(f"{directory} does not read back as it was written: {'; '.join(wrong)}")
 

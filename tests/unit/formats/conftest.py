@@ -1,10 +1,12 @@
 """A tiny target and a checkpoint of a drafter for it, made once."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from torch import Tensor
+from transformers import dynamic_module_utils
 
 from drafter_trainer.drafter_config import DrafterConfig
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
@@ -20,6 +22,17 @@ class Source:
     target: Path
     config: DrafterConfig
     weights: dict[str, Tensor]
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers copies code that travels with weights: no place that other processes write to as well."""
+    place = tmp_path / "modules"
+    place.mkdir()
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(place))
+    monkeypatch.syspath_prepend(str(place))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture(scope="session")

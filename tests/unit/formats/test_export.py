@@ -171,6 +171,7 @@ def test_swapped_features_are_caught(
         run_self_test(reader, as_module(source.config, source.weights), tmp_path / "x", ("Why?",))
 
 
+@pytest.mark.usefixtures("own_modules")
 def test_the_modelling_file_generates_what_the_target_does(exports: dict[str, Path], reader: TargetReader) -> None:
     from transformers import AutoModel
 

@@ -71,6 +71,7 @@ def test_numbers_of_target_layers(tmp_path: Path) -> None:
     assert proposals[0]["speculative_tokens"] == config.block_size - 1
 
 
+@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("types", [(FULL, FULL), (FULL, SLIDING)], ids=["full", "mixed"])
 def test_transformers_loads_zlab_and_computes_the_same(types: tuple[str, str], tmp_path: Path) -> None:
     """With the modelling file that lies beside the weights, which is the one that the self-test uses."""
