@@ -1,8 +1,8 @@
 """The settings nearest to a recipe's with which a run fits: searched over a grid of changes, each with a price.
 
 A price says how much a change is regretted. Cheap is what leaves the result as it is: a smaller chunk of logits, fewer
-packs ready, layers computed again, no graphs. Dear is what trains something else: fewer anchors, a shorter pack, another
-optimizer, fewer layers. The cheapest combination that fits is the nearest.
+packs ready, layers computed again, no graphs. Dear is what trains something else: fewer anchors, a shorter pack,
+another optimizer, fewer layers. The cheapest combination that fits is the nearest.
 """
 
 import heapq

@@ -70,6 +70,23 @@ def test_kill_of_the_trainer_at_a_random_step(
     assert_same_run(run, undisturbed)
 
 
+def test_kill_while_checkpoints_are_written(
+    undisturbed: Trainer, tiny_recipe: Path, target_address: str, processes: Processes, tmp_path: Path
+) -> None:
+    """One after every step: whenever the process dies, one is being copied, written, or put into its place."""
+    settings = ("train.max_steps=120", "checkpoint.every_steps=1")
+    run = Trainer(processes, tiny_recipe, tmp_path, *settings, "name=killed-while-saving")
+    for kills in range(2):
+        step = random.randint(3 + 20 * kills, 20 + 20 * kills)
+        process = run.start(target_address)
+        process.wait_for_line(rf"^step ({step}|{step + 1}|{step + 2})/")
+        process.kill()
+        print(f"killed at step {step} or soon after")  # noqa: T201 - shown when the test fails
+    run.finish(target_address)
+    assert not list((tmp_path / "checkpoints").glob(".*")), "a leftover of a killed trainer"
+    assert_same_run(run, undisturbed)
+
+
 def test_kill_of_the_target_server(
     undisturbed: Trainer, tiny_recipe: Path, processes: Processes, tmp_path: Path
 ) -> None:
