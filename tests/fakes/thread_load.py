@@ -117,6 +117,8 @@ def main(device: torch.device, mode: str) -> dict[str, dict[str, int]]:
     before = Counter() if mode == "race" else Counter([call()])
     with open_trace() if mode in ("held", "lenient") else nullcontext():
         during = in_four_threads(device, call, lenient=mode == "lenient")
+    # Before torch 2.12 the configuration is the process's.
+    torch._dynamo.config.error_on_nested_fx_trace = True
     after = Counter(call() for _ in range(CALLS))
     return {"before": dict(before), "during": dict(during), "after": dict(after)}
 

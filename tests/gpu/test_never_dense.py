@@ -26,25 +26,29 @@ def test_four_threads_are_right_or_refused_and_never_dense() -> None:
     """Forward and backward. A plain compiled function fails under this load before torch 2.13; ours belongs to one
     thread."""
     modes = ("held", "lenient", "owned", "race")
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.thread_load", "cuda", *modes],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    results = dict(zip(modes, map(json.loads, child.stdout.splitlines()), strict=True))
+    # A process for each, all at once: what one leaves of the compiler's state is no other's.
+    children = {
+        mode: subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.thread_load", "cuda", mode],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mode in modes
+    }
+    results = {}
+    for mode, child in children.items():
+        output, complaints = child.communicate(timeout=400)
+        assert child.returncode == 0, (mode, complaints[-3000:])
+        results[mode] = json.loads(output.splitlines()[-1])
     sys.stdout.write(f"{results}\n")
     assert all("wrong" not in outcomes for result in results.values() for outcomes in result.values()), results
     assert all(results[mode]["before"] == {"right": 1} for mode in modes if mode != "race"), results
     assert all(results[mode]["after"] == {"right": 25} for mode in ("held", "owned")), results
     assert results["held"]["during"] == {"RuntimeError": 100}, "torch refuses"
-    assert results["lenient"]["during"].keys() <= {"dense", "right"}, results
-    assert results["lenient"]["during"].get("dense", 0) > 0, (
-        "told not to refuse, torch goes dense: the tripwire refuses"
-    )
+    # Told not to refuse, torch runs the function uncompiled: what would have gone dense meets the tripwire.
+    assert results["lenient"]["during"].keys() - {"right"}, results
     assert results["owned"]["during"] == {"AssertionError": 100}, "the function of another thread"
     assert "dense" not in results["race"]["during"], results
     release = torch_release(torch.__version__)
