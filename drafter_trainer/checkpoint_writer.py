@@ -17,6 +17,9 @@ from torch import Tensor
 
 from drafter_trainer.checkpoint import Checkpoint, save_checkpoint
 from drafter_trainer.run_directory import RunDirectory
+from slipstream.errors import SlipstreamError
+from slipstream.machine_probe import memory_bytes
+from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
 # Page-locked memory is handed out in powers of two: pieces of this size waste none, however large the drafter is.
@@ -87,6 +90,24 @@ class _Places:
         return place
 
 
+def require_host_memory(state: Mapping[str, Mapping[str, Tensor]], *, available: int) -> None:
+    """Refuse to page-lock more of the host's memory than there is: the system would end some process for it.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED. Never where the state is not on a GPU: that memory is taken as it is needed.
+    """
+    tensors = [tensor for group in state.values() for tensor in group.values()]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if needed > available and any(tensor.is_cuda for tensor in tensors):
+        raise SlipstreamError(
+            f"Checkpoints are written from a copy in the host's memory: {needed / 2**30:.1f} GiB, of which "
+            f"{available / 2**30:.1f} are available.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Raise the container's memory limit, end other programs of this machine, or lower "
+            "drafter.num_layers; slipstream plan says what a checkpoint needs.",
+        )
+
+
 class CheckpointWriter:
     """The one that saves a run's checkpoints. All methods are for the training thread."""
 
@@ -118,7 +139,12 @@ class CheckpointWriter:
         """Time that the training thread has spent in `save`, since the process began."""
 
     def prepare(self, checkpoint_tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Allocate the memory of the copies: page-locking gigabytes takes seconds, better before the first step."""
+        """Allocate the memory of the copies: page-locking gigabytes takes seconds, better before the first step.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED, the host has less than a copy needs.
+        """
+        require_host_memory(checkpoint_tensors, available=memory_bytes()[1])
         self._copy = HostCopy(checkpoint_tensors)
 
     def save(self, checkpoint: Checkpoint) -> None:

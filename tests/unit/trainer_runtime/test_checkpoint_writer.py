@@ -15,7 +15,7 @@ import torch
 from drafter_trainer import checkpoint as checkpoint_module
 from drafter_trainer.checkpoint import load_checkpoint, save_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
-from drafter_trainer.checkpoint_writer import CheckpointWriter, HostCopy
+from drafter_trainer.checkpoint_writer import CheckpointWriter, HostCopy, require_host_memory
 from drafter_trainer.run_directory import RunDirectory
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -246,6 +246,19 @@ def test_killed_in_the_middle_of_a_write_the_previous_one_is_valid(run: RunDirec
     writer.save(make_checkpoint(30))
     writer.finish()
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000020", "step-00000030"]
+
+
+def test_memory_that_the_host_has_not_is_refused_in_words() -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    state = {"drafter": {"a": torch.zeros(1 << 20)}}
+    require_host_memory(state, available=0)
+    on_gpu = {"drafter": {"a": torch.zeros(1 << 20).as_subclass(OnGpu)}}
+    require_host_memory(on_gpu, available=4 << 20)
+    with pytest.raises(SlipstreamError) as refused:
+        require_host_memory(on_gpu, available=(4 << 20) - 1)
+    assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "slipstream plan" in refused.value.remedy
 
 
 def test_a_host_copy_keeps_every_shape_and_dtype() -> None:
