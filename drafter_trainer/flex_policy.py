@@ -177,9 +177,11 @@ def configure_compiler(declared_graphs: int) -> None:
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         # A backward compiled at the first .backward() would escape a warm-up without one.
         torch._functorch.config.force_non_lazy_backward_lowering = True
-    # What is cheap to compute (a norm's output, the gated product) is not kept for the backward's products but computed
-    # once more: a fifth of the activations, at the price of one pass over each.
+    # What is cheap to compute (a norm's output, the gated product, rotated queries) is not kept for the backward's
+    # kernels but computed once more: a third of the activations, at the price of one pass over each.
     torch._functorch.config.ban_recompute_materialized_backward = False
+    # Rotary tables serve every layer, and what is made with them would count as used far apart.
+    torch._functorch.config.ban_recompute_used_far_apart = False
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, declared_graphs)
 
