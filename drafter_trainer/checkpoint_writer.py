@@ -94,7 +94,7 @@ def require_host_memory(state: Mapping[str, Mapping[str, Tensor]], *, available:
     """Refuse to page-lock more of the host's memory than there is: the system would end some process for it.
 
     Raises:
-        SlipstreamError: ENVIRONMENT_UNSUPPORTED. Never where the state is not on a GPU: that memory is taken as it is needed.
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED. Never where the state is not on a GPU: that memory is taken as needed.
     """
     tensors = [tensor for group in state.values() for tensor in group.values()]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
