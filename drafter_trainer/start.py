@@ -23,6 +23,7 @@ from drafter_trainer.compile_cache import compiling_turn, use_compile_cache
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.memory import MemoryReport
@@ -136,6 +137,8 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     device, cache = prepare_device(spec)
     run = RunDirectory(options.run_directory)
     saved = find_saved_state(run, spec, resume=options.resume)
+    if saved is None:
+        require_directory(spec.drafter.init_from)
     notice = WaitNotice(options.target, options.agent)
     with ExitStack() as leaving:
         leaving.enter_context(reports_kept_in(run.root / "failures"))

@@ -15,6 +15,7 @@ from drafter_trainer.formats.module import as_module, check_copies
 from drafter_trainer.formats.provenance import PROVENANCE, read_provenance
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
+from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.formats.self_test import compare_forward
 from drafter_trainer.formats.tensors import check_tensors
 from slipstream.errors import SlipstreamError
@@ -63,12 +64,7 @@ def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTa
     """
     if (directory / "checkpoints").is_dir():
         directory = newest_checkpoint(directory / "checkpoints") or directory
-    if not directory.is_dir():
-        raise SlipstreamError(
-            f"drafter.init_from is {directory}, which is no directory on this machine",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy="Give the trainer's path of a checkpoint, or of a drafter in one of the formats.",
-        )
+    require_directory(str(directory))
     is_checkpoint = (directory / MANIFEST).exists()
     weights = (_of_checkpoint if is_checkpoint else _of_published)(directory, config, target)
     log_event(_log, "info", "first_weights", directory=str(directory))

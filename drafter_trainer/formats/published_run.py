@@ -13,6 +13,20 @@ def is_published(directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
+def require_directory(named: str | None) -> None:
+    """Refuse a missing `drafter.init_from` before minutes are spent on compiling.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID.
+    """
+    if named is not None and not Path(named).is_dir():
+        raise SlipstreamError(
+            f"drafter.init_from is {named}, which is no directory on this machine",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="Give the trainer's path of a checkpoint, or of a drafter in one of the formats.",
+        )
+
+
 def run_of_published(directory: Path, target_model: str | None) -> tuple[RunSpec, str | None]:
     """The run definition that evaluation takes its defaults from, and the target's fingerprint.
 

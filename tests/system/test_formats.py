@@ -28,6 +28,18 @@ def first_loss(processes: Processes, recipe: Path, address: str, directory: Path
     return run.losses()[0]
 
 
+def accepted(processes: Processes, drafter: Path, directory: Path) -> list[object]:
+    """What an evaluation measures of a checkpoint or an export, but for the time."""
+    prompts, report = directory / "prompts.jsonl", directory / "report.json"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("why?", "the river")))
+    flags = ("--device", "cpu", "--threads", "1", "--max-new-tokens", "12", "--prompts", prompts, "--output", report)
+    measured = processes.start("drafter_trainer", "eval", drafter, *flags)
+    assert measured.wait_exit(timeout=90) == 0, measured.output
+    assert "Lossless" in measured.output and "Target verified" in measured.output
+    row = json.loads(report.read_text())["results"]["trained"]["all"]
+    return [row[key] for key in ("rounds", "tokens", "accepted_length", "acceptance_by_position")]
+
+
 @pytest.mark.parametrize("name", ["vllm", "zlab"])
 def test_export_measure_and_train_on(
     name: str, processes: Processes, trained: Path, tiny_recipe: Path, target_address: str, tmp_path: Path
@@ -41,12 +53,7 @@ def test_export_measure_and_train_on(
     assert again.wait_exit(timeout=60) == 3, again.output
     assert "exists already" in again.output and "--force" in again.output
 
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "why?"}) + "\n")
-    flags = ("--device", "cpu", "--threads", "1", "--max-new-tokens", "6", "--prompts", prompts)
-    measured = processes.start("drafter_trainer", "eval", output, *flags)
-    assert measured.wait_exit(timeout=90) == 0, measured.output
-    assert "Lossless" in measured.output and "Target verified" in measured.output
+    assert accepted(processes, output, tmp_path) == accepted(processes, trained, tmp_path)
 
     losses = {
         first_loss(

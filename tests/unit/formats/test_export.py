@@ -397,6 +397,11 @@ def test_copies_of_the_targets_tables(exports: dict[str, Path], source: Source, 
         read_first_weights(copy, source.config, target)
 
 
+def test_a_directory_that_is_not_there(source: Source, tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="init_from is .*nowhere, which is no directory on this machine"):
+        read_first_weights(tmp_path / "nowhere", source.config, trained_target(source, "f" * 64))
+
+
 def test_a_file_that_was_changed_since(exports: dict[str, Path], source: Source, tmp_path: Path) -> None:
     copy = shutil.copytree(exports["sglang"], tmp_path / "copy")
     with (copy / "config.json").open("a") as file:
