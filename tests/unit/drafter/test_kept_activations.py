@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter_trainer import flex_policy
+from drafter_trainer import block_mask, flex_policy
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.block_mask import build_block_attention
 from drafter_trainer.drafter import DFlashDrafter
@@ -86,4 +86,16 @@ def test_a_checkpointed_layer_keeps_its_input_alone(traced: None) -> None:
     kept, results = kept_rows(drafter)
     assert kept[drafter.config.intermediate_size] == 0
     assert kept[drafter.config.hidden_size] <= drafter.config.num_layers + 1
+    torch.testing.assert_close(results, reference)
+
+
+def test_repeated_keys_give_the_same_gradients_and_are_not_kept(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = tiny_drafter(tiny_config(BLOCK))
+    assert drafter.config.num_attention_heads == 2 * drafter.config.num_key_value_heads
+    flex_policy.configure_compiler(declared_graphs=1)
+    before, reference = kept_rows(drafter)
+    torch._dynamo.reset()
+    monkeypatch.setattr(block_mask, "KEY_REPEATS", 2)
+    after, results = kept_rows(drafter)
+    assert after == before
     torch.testing.assert_close(results, reference)
