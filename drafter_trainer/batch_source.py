@@ -165,6 +165,8 @@ class BatchSource:
         except SlipstreamError as error:
             # The leases run out by themselves; leaving must work while the target is away.
             log_event(_log, "info", "leases_not_released", reason=error.reason.value)
+        # Of the training thread, and of a step: beside the rest, because the same server answers.
+        self.times.seconds["commit"] = self._link.commit_seconds
         self.times.log(_log, "feeder_times")
 
     # ---- the training thread's conditions ------------------------------------------------------------------------

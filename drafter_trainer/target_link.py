@@ -107,6 +107,8 @@ class TargetLink:
         self.subscription = ""
         self.stream = ""
         self.first_sequence_number = 0
+        self.commit_seconds = 0.0
+        """Time the training thread has spent in `commit`."""
         self.end_sequence_number: int | None = None
         """One past the last pack of the stream for this run; None when it repeats for ever."""
 
@@ -261,6 +263,13 @@ class TargetLink:
         Raises:
             SlipstreamError: INCARNATION_STALE when another trainer has taken the run over.
         """
+        began = time.perf_counter()
+        try:
+            self._commit(step)
+        finally:
+            self.commit_seconds += time.perf_counter() - began
+
+    def _commit(self, step: int) -> None:
         with self._lock:
             if step < self._sought_step:
                 # The seek after a lost connection has counted it as committed already.
