@@ -1,8 +1,8 @@
 """Forwards of a small target as recorded CUDA graphs: the host launches one thing a pack instead of hundreds.
 
 A recording holds its kernels with their arguments, so what changes from pack to pack lies in fixed memory: tokens,
-positions, and where documents end. Their number and the longest are rounded up to powers of two; documents that are not
-there are empty. Every combination is recorded when it first comes, in a fraction of a second.
+positions, and where documents end. Their number and the longest are rounded up; documents that are not there are empty.
+A combination is recorded when it first comes, in a fraction of a second; once there are many, a larger one serves.
 """
 
 import logging
@@ -24,8 +24,9 @@ _Key = tuple[int, int, tuple[int, ...]]
 
 LAUNCH_BOUND = 0.5
 """A forward whose launch takes more than this share of its time is recorded."""
-_FEWEST_DOCUMENTS = 16
-_SHORTEST_LONGEST = 512
+# What is rounded up to these costs the GPU blocks that find nothing to do.
+_DOCUMENTS_STEP, _FEWEST_DOCUMENTS = 8, 16
+_LONGEST_STEP, _SHORTEST_LONGEST = 256, 512
 _MOST_RECORDINGS = 16
 _ROUNDING = 0.01
 
@@ -62,8 +63,8 @@ class ForwardGraphs:
             lengths: of all documents, which fill the pack.
             layer_ids: captured layers.
         """
-        key = (round_up(len(lengths), _FEWEST_DOCUMENTS), round_up(max(lengths), _SHORTEST_LONGEST), tuple(layer_ids))
-        if key not in self._recordings and (self._refused or len(self._recordings) >= _MOST_RECORDINGS):
+        key = self._key(lengths, tuple(layer_ids))
+        if key is None:
             return None
         self._tokens.copy_(tokens.pin_memory(), non_blocking=True)
         self._positions.copy_(positions.pin_memory(), non_blocking=True)
@@ -71,6 +72,16 @@ class ForwardGraphs:
         if key not in self._recordings:
             return self._first(key, lengths, cumulative)
         return self._replay(self._recordings[key], cumulative)
+
+    def _key(self, lengths: Sequence[int], layer_ids: tuple[int, ...]) -> _Key | None:
+        """The recording for such documents, there or to be made; None when it is not there and cannot be."""
+        count = max(round_up(len(lengths), _DOCUMENTS_STEP), _FEWEST_DOCUMENTS)
+        longest = max(round_up(max(lengths), _LONGEST_STEP), _SHORTEST_LONGEST)
+        key = (count, longest, layer_ids)
+        if key in self._recordings or (not self._refused and len(self._recordings) < _MOST_RECORDINGS):
+            return key
+        larger = [k for k in self._recordings if k[0] >= count and k[1] >= longest and k[2] == layer_ids]
+        return min(larger, default=None)
 
     def _first(self, key: _Key, lengths: Sequence[int], cumulative: Tensor) -> dict[int, Tensor] | None:
         """Record, and compare the first pack with a forward that is not recorded."""
@@ -127,9 +138,9 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
     return bool(difference <= _ROUNDING * theirs.float().abs().mean())
 
 
-def round_up(value: int, least: int) -> int:
-    """The power of two that is not below either."""
-    return 1 << (max(value, least) - 1).bit_length()
+def round_up(value: int, step: int) -> int:
+    """To a multiple of `step`."""
+    return -(-value // step) * step
 
 
 def cumulative_lengths(lengths: Sequence[int], count: int) -> Tensor:

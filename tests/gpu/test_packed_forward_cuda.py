@@ -80,7 +80,7 @@ def test_compiled_layers(family: Family, kinds: int, tmp_path: Path) -> None:
             assert ((used.float() - truth).abs().mean() / truth.abs().mean()).item() < 0.02
             assert not ours[sum(lengths) :].any()
     assert forward._graphs[rows]._recordings.keys() == {
-        (count, longest, (0, 1, 2, 3)) for count, longest in ((16, 1024), (64, 512), (16, 512))
+        (count, longest, (0, 1, 2, 3)) for count, longest in ((16, 768), (16, 1024), (64, 512), (16, 512))
     }
 
 

@@ -11,9 +11,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
+from target_server.attention import per_document
 from target_server.compiled_layers import compiled_graphs
 from target_server.forward import PackedForward, WrongResultError
-from target_server.forward_graphs import cumulative_lengths, round_up
+from target_server.forward_graphs import ForwardGraphs, cumulative_lengths
 from target_server.target_model import TargetModel, choose_backend
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
@@ -188,6 +189,15 @@ def test_a_target_that_cannot_be_compiled(
 
 
 def test_what_a_recorded_forward_is_told_of_documents() -> None:
-    assert [round_up(value, 16) for value in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     assert cumulative_lengths((5, 1, 7), 4).tolist() == [0, 5, 6, 13, 13], "a missing document is empty"
     assert cumulative_lengths((3, 2), 2).tolist() == [0, 3, 5]
+
+
+def test_a_pack_takes_a_larger_recording_once_there_are_many() -> None:
+    graphs = ForwardGraphs(8192, torch.device("cpu"), per_document, lambda *_arguments: {})
+    assert graphs._key((300,) * 23, (1, 8)) == (24, 512, (1, 8))
+    assert graphs._key((1077, 5), (1, 8)) == (16, 1280, (1, 8))
+    graphs._recordings = dict.fromkeys([(8 * n, 2048, (1,)) for n in range(2, 18)])  # type: ignore[assignment]
+    assert graphs._key((300,) * 33, (1,)) == (40, 2048, (1,))
+    assert graphs._key((300,) * 33, (2,)) is None
+    assert graphs._key((3000, 1), (1,)) is None
