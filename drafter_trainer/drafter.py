@@ -40,6 +40,14 @@ class RMSNorm(nn.Module):
         )
 
 
+def products_of(states: Tensor, layers: Sequence[nn.Linear], *, joined: bool) -> Sequence[Tensor]:
+    """What each layer makes of the same states [S, D]; `joined`: in one product, with the weights side by side."""
+    if not joined:
+        return [layer(states) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    return functional.linear(states, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
+
+
 class DraftAttention(nn.Module):
     """Attention from block rows to context and block, with q/k norms, rotary positions and grouped heads."""
 
@@ -54,15 +62,15 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def queries(self, states: Tensor, tables: RotaryTables) -> Tensor:
-        """[R, D] → [H, R, d]."""
-        heads = self.q_proj(states).unflatten(-1, (self.num_heads, -1))
+    def queries(self, projected: Tensor, tables: RotaryTables) -> Tensor:
+        """What `q_proj` gives, [R, H·d] → [H, R, d]."""
+        heads = projected.unflatten(-1, (self.num_heads, -1))
         return rotate(self.q_norm(heads), tables).transpose(0, 1)
 
-    def keys_and_values(self, states: Tensor, tables: RotaryTables) -> LayerContext:
-        """[S, D] → two of [H_kv, S, d]; the same projections serve context and block."""
-        keys = self.k_proj(states).unflatten(-1, (self.num_kv_heads, -1))
-        values = self.v_proj(states).unflatten(-1, (self.num_kv_heads, -1))
+    def keys_and_values(self, keys: Tensor, values: Tensor, tables: RotaryTables) -> LayerContext:
+        """What `k_proj` and `v_proj` give, [S, H_kv·d] each → two of [H_kv, S, d]; for context and block alike."""
+        keys = keys.unflatten(-1, (self.num_kv_heads, -1))
+        values = values.unflatten(-1, (self.num_kv_heads, -1))
         return rotate(self.k_norm(keys), tables).transpose(0, 1), values.transpose(0, 1)
 
     def output(self, attended: Tensor) -> Tensor:
@@ -78,10 +86,12 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.joins_products = False
 
     def forward(self, states: Tensor) -> Tensor:
         """[R, D] → [R, D]."""
-        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+        gate, up = products_of(states, (self.gate_proj, self.up_proj), joined=self.joins_products)
+        return self.down_proj(functional.silu(gate) * up)
 
 
 class DraftLayer(nn.Module):
@@ -94,15 +104,18 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.joins_products = False
 
     def forward(self, block: Tensor, context: LayerContext, tables: RotaryTables, attention: BlockAttention) -> Tensor:
         """block [R, D], this layer's projected context, tables of the block's positions → [R, D]."""
-        states = self.input_layernorm(block)
-        queries = self.self_attn.queries(states, tables)
-        keys, values = self.self_attn.keys_and_values(states, tables)
+        states, attend = self.input_layernorm(block), self.self_attn
+        projections = attend.q_proj, attend.k_proj, attend.v_proj
+        query, key, value = products_of(states, projections, joined=self.joins_products)
+        queries = attend.queries(query, tables)
+        keys, values = attend.keys_and_values(key, value, tables)
         keys = torch.cat((context[0], keys), dim=1)
         values = torch.cat((context[1], values), dim=1)
-        block = block + self.self_attn.output(attention(queries, keys, values, self.sliding))
+        block = block + attend.output(attention(queries, keys, values, self.sliding))
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
@@ -138,6 +151,15 @@ class DFlashDrafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recomputes_layers = False
         """Keep what enters each layer, and compute the layer once more in the backward: half the memory, more time."""
+        self.joins_products = False
+
+    def join_products(self) -> None:
+        """Compute in one product what layers make of the same states: all keys and values of the context, queries, keys
+        and values of a block, gate and up. Fewer and larger products, for which weights are copied side by side: worth
+        it where they are small. Results differ by rounding at most."""
+        self.joins_products = True
+        for layer in self._draft_layers():
+            layer.joins_products = layer.mlp.joins_products = True
 
     def attention_layout(self, kind: str) -> AttentionLayout:
         """What `build_block_attention` must know of this drafter; `kind` is "flex" or "sdpa"."""
@@ -178,7 +200,10 @@ class DFlashDrafter(nn.Module):
         """
         context = self.hidden_norm(self.fc(features))
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        return [layer.self_attn.keys_and_values(context, tables) for layer in self._draft_layers()]
+        attentions = [layer.self_attn for layer in self._draft_layers()]
+        projections = [linear for attend in attentions for linear in (attend.k_proj, attend.v_proj)]
+        projected = iter(products_of(context, projections, joined=self.joins_products))
+        return [attend.keys_and_values(next(projected), next(projected), tables) for attend in attentions]
 
     def draft(
         self,

@@ -36,6 +36,8 @@ from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_JOINED_WIDTH = 1024
+"""Hidden size up to which products of the same states are joined: their number costs more there than copied weights."""
 _ANCHOR_POSITIONS, _ANCHOR_VALID = "anchor_positions", "anchor_valid"
 
 _log = logging.getLogger(__name__)
@@ -102,6 +104,8 @@ class TrainingStep:
             drafter = DFlashDrafter(config)
         self.drafter = drafter.to_empty(device=self.device)
         self.drafter.recomputes_layers = spec.train.activation_checkpointing
+        if self.device.type == "cuda" and config.hidden_size <= _JOINED_WIDTH and not spec.train.fp8:
+            self.drafter.join_products()
         self._recorder = self._make_recorder(spec)
         self.optimizer = DrafterOptimizer(
             self.drafter, spec.optimizer, compute_dtype=self._compute_dtype, fused=self._fused_update(spec)
