@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _FAULTS = os.environ.get("SLIPSTREAM_TEST_FAULTS")
-_UNFINISHED = re.compile(r"\.unfinished-step-0*(\d+)$")
+_UNFINISHED = re.compile(r"\.unfinished-step-0*(\d+)\.\d+$")
 
 
 def _die() -> None:
