@@ -127,6 +127,9 @@ def check_gradients(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]
     log_event(
         _log, "info", "gradients_checked", tensors=len(errors.ours), nearest_to_bound=errors.in_words(errors.worst())
     )
+    if errors.unexpected:
+        words = "; ".join(map(errors.in_words, errors.unexpected[:3]))
+        log_event(_log, "warning", "gradients_less_exact", tensors=len(errors.unexpected), than_expected=words)
 
 
 def run_steps(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafter_trainer import gradient_check
 from drafter_trainer.anchors import Anchors, BlockTargets
 from drafter_trainer.batch_source import PackPlan, TrainingPack, payload_shapes
 from drafter_trainer.block_mask import SdpaAttention
@@ -82,6 +83,7 @@ def test_a_right_step_passes_with_errors_of_its_precision(precision: str) -> Non
     for name, error in errors.ours.items():
         assert error <= (0.03 if precision == "bfloat16" else 1e-5), errors.in_words(name)
         assert error <= 1.2 * errors.plain[name] + 1e-9, errors.in_words(name)
+    assert not errors.unexpected and not errors.wrong
     assert all(torch.equal(before[name], weight) for name, weight in step.optimizer.weights().items())
     assert all(parameter.grad is None for parameter in step.drafter.parameters())
 
@@ -126,6 +128,7 @@ def test_a_wrong_kernel_is_refused_in_words(
         check.require_right()
     assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "slipstream doctor" in refused.value.remedy
     wrong = check.errors().wrong
+    assert set(wrong) <= set(check.errors().unexpected)
     # One key more is lost in bfloat16's rounding of the values, not of the gradients.
     assert ("hidden states" in wrong) == (change is one_more_key and precision == "float32")
     assert any("k_proj" in name for name in wrong)
@@ -213,3 +216,17 @@ def test_every_step_of_the_warm_up_has_gradients_and_an_update(monkeypatch: pyte
     monkeypatch.setattr(step.optimizer, "apply", lambda *a, **k: (seen.append("update"), apply(*a, **k))[1])
     run_steps(step, adversarial_batches(CPU, plan_of(spec), torch.float32, vocab_size=90))
     assert seen == ["gradients", "update"] * 5
+
+
+def test_an_error_between_expected_and_wrong_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    spec = spec_of("bfloat16")
+    step = step_of(spec)
+    monkeypatch.setattr(gradient_check, "_EXPECTED", 0.5)
+    monkeypatch.setattr(gradient_check, "_DEVIATIONS", 0.0)
+    check_gradients(step, adversarial_batches(CPU, plan_of(spec), torch.float32, vocab_size=90))
+    (warning,) = [record for record in caplog.records if record.message == "gradients_less_exact"]
+    assert warning.levelname == "WARNING"
+    assert "plain PyTorch" in warning.slipstream_fields["than_expected"]  # type: ignore[attr-defined]
