@@ -72,7 +72,7 @@ def in_own_process(size: str, log: Path, timeout: float) -> dict[str, Any]:
     return result
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, on: str = "cuda:0") -> dict[str, Any]:
     """In this process: build, warm up, three steps, one copy of the state. `name`: of a size; with `+fp8` in FP8."""
     import torch
 
@@ -83,7 +83,7 @@ def measure(name: str) -> dict[str, Any]:
     from slipstream.plan.sizes import RunSizes, TargetSizes
 
     label, fp8 = name.removesuffix("+fp8"), name.endswith("+fp8")
-    size, device = SIZES[label], torch.device("cuda", 0)
+    size, device = SIZES[label], torch.device(on)
     began = time.monotonic()
     side = OurSide(size, device, fp8=fp8)
     meter = side.training_step.memory
