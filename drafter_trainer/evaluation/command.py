@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=_positive, help="CPU threads of all processes; default: torch's own choice")
     parser.add_argument(
-        "--jobs", type=_positive, default=1, help="prompts decoded at once, each in a process of its own (default: 1)"
+        "--jobs",
+        type=_positive,
+        default=1,
+        help="prompts decoded at once, each in a process of its own; not with graphs (default: 1)",
     )
     parser.add_argument("--compare-untrained", action="store_true", help="also decode with the drafter's first weights")
     parser.add_argument(
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--graphs",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="rounds as CUDA graphs over caches of fixed size (default: no)",
+        help="rounds as CUDA graphs over caches of fixed size (default: on a GPU)",
     )
     parser.add_argument(
         "--compile",
@@ -152,13 +155,14 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         # A revision belongs to the name it was given with.
         changed |= {"model": args.target_model, "revision": None}
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    if args.graphs and device != "cuda":
+    graphs = device == "cuda" if args.graphs is None else bool(args.graphs)
+    if graphs and device != "cuda":
         raise SlipstreamError(
             f"--graphs needs a CUDA device, decoding runs on {device}",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy="Leave --graphs out, or decode with --device cuda.",
         )
-    fixed_caches = bool(args.graphs) or args.compile or settings != (Setting(),)
+    fixed_caches = graphs or args.compile or settings != (Setting(),)
     return DecodingPlan(
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
@@ -168,7 +172,7 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         untrained_seed=spec.train.seed if args.compare_untrained else None,
         settings=settings,
         fixed_caches=fixed_caches,
-        graphs=bool(args.graphs),
+        graphs=graphs,
         compiled=args.compile,
         sampling_seed=spec.train.seed,
         with_texts=args.report is not None,

@@ -1,0 +1,51 @@
+"""Which loop decodes follows from the flags and the device, and is never chosen in silence."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from drafter_trainer.evaluation.command import add_arguments, make_plan
+from drafter_trainer.evaluation.setting import DecodingPlan, Setting
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.load import load_recipe
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "smollm2-135m-1gpu.toml"
+
+
+def plan(*flags: str) -> DecodingPlan:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return make_plan(parser.parse_args(["run", *flags]), Path(), load_recipe(RECIPE).spec)
+
+
+@pytest.mark.parametrize(
+    ("flags", "loop"),
+    [
+        (["--device", "cpu"], "caches that grow"),
+        (["--device", "cuda"], "caches of fixed size, rounds as CUDA graphs"),
+        (["--device", "cuda", "--no-graphs"], "caches that grow"),
+        (["--device", "cuda", "--no-graphs", "--batch-sizes", "4"], "caches of fixed size, no graphs"),
+        (["--device", "cpu", "--temperatures", "0.7"], "caches of fixed size, no graphs"),
+        (["--device", "cuda", "--compile"], "caches of fixed size, rounds as CUDA graphs, compiled"),
+    ],
+)
+def test_the_loop(flags: list[str], loop: str) -> None:
+    assert plan(*flags).loop_in_words() == loop
+
+
+def test_settings_are_all_batch_sizes_at_every_temperature() -> None:
+    settings = plan("--device", "cpu", "--batch-sizes", "1,4,4", "--temperatures", "0,1").settings
+    assert settings == (Setting(1, 0), Setting(4, 0), Setting(1, 1), Setting(4, 1))
+
+
+def test_graphs_on_a_cpu_are_refused() -> None:
+    with pytest.raises(SlipstreamError, match="--graphs needs a CUDA device, decoding runs on cpu"):
+        plan("--device", "cpu", "--graphs")
+
+
+@pytest.mark.parametrize("flags", [["--batch-sizes", "0"], ["--temperatures", "-1"], ["--temperatures", "nan"]])
+def test_sizes_and_temperatures_that_make_no_sense(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan(*flags)
+    assert "error: argument" in capsys.readouterr().err
