@@ -1,4 +1,4 @@
-"""`drafter-trainer run`, `eval`, `export`, `import` and `worker`. torch is imported only once the arguments are
+"""`drafter-trainer run`, `eval`, `export`, `import`, `doctor` and `worker`. torch is imported only once the arguments are
 understood, and never by a worker."""
 
 import argparse
@@ -54,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluation.add_arguments(commands.add_parser("eval", help="decode prompts with a trained drafter"))
     formats.add_export_arguments(commands.add_parser("export", help="write a drafter as vLLM, SGLang or z-lab read it"))
     formats.add_import_arguments(commands.add_parser("import", help="read and test a drafter of one of these formats"))
+    commands.add_parser(
+        "doctor", help="examine compiled attention on the first GPU; slipstream doctor says it in words"
+    )
     agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
     return parser
 
@@ -65,6 +68,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command in ("export", "import"):
         configure_logging(PROGRAM)
         return (formats.run_export if arguments.command == "export" else formats.run_import)(arguments)
+    if arguments.command == "doctor":
+        from drafter_trainer.doctor import print_examination
+
+        return print_examination()
     if arguments.command == "worker":
         configure_logging(PROGRAM, level=arguments.log_level)
         return agent.run(arguments)

@@ -1,4 +1,4 @@
-"""`python -m drafter_trainer.doctor`: the trainer's policy by itself, on the GPU that this process sees. Prints JSON.
+"""`drafter-trainer doctor`: the trainer's policy by itself, on the GPU that this process sees. Prints JSON.
 
 Environment checks, the tripwire and its self-test, compiled attention forward and backward: all that a trainer does at
 start before it knows its run. Run by `slipstream doctor` in its own process, for it loads torch and changes it.
@@ -14,6 +14,7 @@ import torch
 from slipstream.errors import SlipstreamError
 
 Answer = dict[str, Any]
+_CANNOT = 4
 
 
 def examine() -> Answer:
@@ -42,5 +43,8 @@ def examine() -> Answer:
     }
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(examine()) + "\n")
+def print_examination() -> int:
+    """The exit status: 4, that of a machine that cannot, where there is a problem."""
+    answer = examine()
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return _CANNOT if "problem" in answer else 0

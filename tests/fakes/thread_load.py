@@ -83,6 +83,7 @@ def in_four_threads(device: torch.device, call: Callable[[], str], *, lenient: b
         thread.start()
     for thread in threads:
         thread.join(DEADLINE)
+    assert sum(outcomes.values()) == THREADS * CALLS, f"threads ended early: {outcomes}"
     return outcomes
 
 
@@ -126,5 +127,6 @@ def main(device: torch.device, mode: str) -> dict[str, dict[str, int]]:
 if __name__ == "__main__":
     flex_policy.configure_compiler(declared_graphs=8)
     flex_policy.install_tripwire()
+    device = torch.device(sys.argv[1], 0) if sys.argv[1] == "cuda" else torch.device(sys.argv[1])
     for mode in sys.argv[2:]:
-        sys.stdout.write(json.dumps(main(torch.device(sys.argv[1]), mode)) + "\n")
+        sys.stdout.write(json.dumps(main(device, mode)) + "\n")

@@ -137,7 +137,7 @@ def test_the_trainers_examination_is_a_child_that_may_fail(tmp_path: Path, monke
     assert probe_policy().problem == "torch sees no CUDA device"
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: cannot open')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(machine_probe.__file__).parents[1]}")
-    assert probe_policy().problem == "the examination failed: ImportError: libcudart.so.99: cannot open"
+    assert "ImportError: libcudart.so.99: cannot open" in (probe_policy().problem or "")
 
 
 def test_guards_follow_the_version_of_torch() -> None:
