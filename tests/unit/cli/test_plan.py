@@ -62,7 +62,7 @@ def test_people_see_parts_phases_cards_and_costs(recipe: str, capsys: pytest.Cap
         "a checkpoint",
     ):
         assert words in shown
-    assert "75.7 TFLOP" in shown and "1,000 steps" in shown and "assumed: 54%" in shown
+    assert "75.7 TFLOP" in shown and "1,000 steps" in shown and "assumed: 55%" in shown
 
 
 def test_programs_get_the_same(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
