@@ -82,6 +82,7 @@ def measure_forward(args: argparse.Namespace) -> dict[str, Any]:
     answer["parts"] = ours.profile(packs[0]) if args.device == "cuda" else {}
     if args.device == "cuda":
         answer["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        answer["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
     return answer
 
 

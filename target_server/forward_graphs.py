@@ -37,7 +37,6 @@ _log = logging.getLogger(__name__)
 class _Recording:
     graph: torch.cuda.CUDAGraph
     cumulative_lengths: Tensor
-    outputs: dict[int, Tensor]
 
 
 class ForwardGraphs:
@@ -49,6 +48,10 @@ class ForwardGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self._recordings: dict[_Key, _Recording] = {}
+        self._outputs: dict[int, Tensor] = {}
+        """By layer; every recording leaves its own here, so that their memory is the same."""
+        # One stream for all: memory of one stream is not reused by another, and a recording holds what it needed.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool: Any = None
         self._refused = False
 
@@ -71,7 +74,7 @@ class ForwardGraphs:
         cumulative = cumulative_lengths(lengths, key[0])
         if key not in self._recordings:
             return self._first(key, lengths, cumulative)
-        return self._replay(self._recordings[key], cumulative)
+        return self._replay(self._recordings[key], cumulative, key[2])
 
     def _key(self, lengths: Sequence[int], layer_ids: tuple[int, ...]) -> _Key | None:
         """The recording for such documents, there or to be made; None when it is not there and cannot be."""
@@ -94,7 +97,7 @@ class ForwardGraphs:
             return None
         documents = PackedDocuments(lengths, self._device, self._kernel)
         direct = self._run(documents, self._tokens, self._positions, key[2])
-        outputs = self._replay(recording, cumulative)
+        outputs = self._replay(recording, cumulative, key[2])
         if not all(_equal(outputs[layer], direct[layer]) for layer in key[2]):
             self._refuse("it computes something else")
             return None
@@ -108,28 +111,33 @@ class ForwardGraphs:
         self._recordings.clear()
         log_event(_log, "warning", "forward_not_recorded", why=why, effect="the host launches every kernel of a pack")
 
-    def _replay(self, recording: _Recording, cumulative: Tensor) -> dict[int, Tensor]:
+    def _replay(self, recording: _Recording, cumulative: Tensor, layer_ids: Sequence[int]) -> dict[int, Tensor]:
         recording.cumulative_lengths.copy_(cumulative.pin_memory(), non_blocking=True)
         recording.graph.replay()
         # The next pack writes where these are.
-        return {layer: output.clone() for layer, output in recording.outputs.items()}
+        return {layer: self._outputs[layer].clone() for layer in layer_ids}
 
     def _record(self, key: _Key, cumulative: Tensor) -> _Recording:
         _, longest, layer_ids = key
+        assert self._stream is not None, "forwards are recorded on CUDA"
         documents = PackedDocuments((self._rows,), self._device, self._kernel)
         documents.cumulative_lengths = to_device(cumulative, self._device)
         documents.max_length = min(longest, self._rows)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._run(documents, self._tokens, self._positions, layer_ids)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            outputs = self._run(documents, self._tokens, self._positions, layer_ids)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for layer in layer_ids:
+            if layer not in self._outputs:
+                self._outputs[layer] = torch.empty_like(outputs[layer])
+        del outputs
         graph = torch.cuda.CUDAGraph()
         # Other threads go on to use CUDA: a new stream's memory may be locked meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            outputs = self._run(documents, self._tokens, self._positions, layer_ids)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            for layer, output in self._run(documents, self._tokens, self._positions, layer_ids).items():
+                self._outputs[layer].copy_(output)
         self._pool = graph.pool()
-        return _Recording(graph, documents.cumulative_lengths, outputs)
+        return _Recording(graph, documents.cumulative_lengths)
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
