@@ -1,5 +1,5 @@
-"""`drafter-trainer run`, `eval`, `export`, `import`, `doctor` and `worker`. torch is imported only once the arguments are
-understood, and never by a worker."""
+"""`drafter-trainer run`, `eval`, `export`, `import`, `doctor` and `worker`. torch is imported only once the arguments
+are understood, and never by a worker."""
 
 import argparse
 import os

@@ -31,7 +31,7 @@ from slipstream.run_spec.reasons import Reason
 _MOST_ANCHORS = 4
 _EXPECTED = 1.2
 """Times the error of plain PyTorch in the same precision; beyond it is a warning. A right kernel has 0.9 to 1.1 times
-it (on a CPU, with flex_attention's rounding emulated)."""
+it (H200, and a CPU with flex_attention's rounding emulated)."""
 _ALLOWED = 2.0
 """Times that error; beyond it a kernel is wrong. One that sees a key too many has seventy times it, one whose backward
 is a tenth off, ten times."""
