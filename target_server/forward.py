@@ -114,6 +114,8 @@ class PackedForward:
         for layer in compared:
             _check_equal(layer, outputs[layer][: sum(lengths)], expected[layer])
         self._compiled[rows] = compiled
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # a trainer may share the card, and nothing after this needs as much
         if launch_bound:
             from target_server.forward_graphs import ForwardGraphs
 
