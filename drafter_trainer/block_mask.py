@@ -167,8 +167,12 @@ def _tiles(start: Tensor, end: Tensor, tile_start: Tensor) -> tuple[Tensor, Tens
 
 def _ordered(present: Tensor) -> tuple[Tensor, Tensor]:
     """bool [N, M] → counts [1, 1, N] and indices [1, 1, N, M]: present tiles first, ascending, then the absent ones."""
-    tile = torch.arange(present.shape[1], device=present.device).expand_as(present)
-    seen = present.cumsum(dim=1)
+    number = torch.arange(present.shape[1], device=present.device)
+    tile = number.expand_as(present)
+    # A product with a triangle of ones, exact in float32, instead of a prefix sum: torch 2.11 cannot compile one over
+    # as many tiles as a long pack has.
+    up_to = (number[:, None] <= number).to(torch.float32)
+    seen = (present.to(torch.float32) @ up_to).to(torch.int64)
     count = seen[:, -1:]
     place = torch.where(present, seen - 1, count + tile - seen)
     # Contiguous also where `present` is transposed: kernels step through a row's entries one by one.
