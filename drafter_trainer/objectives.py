@@ -188,7 +188,7 @@ def put(values: Tensor, columns: Tensor, entries: Tensor) -> Tensor:
     Compiled, a comparison fuses where a scatter writes [R, V] once more.
     """
     if torch.compiler.is_compiling():
-        at_column = torch.arange(values.shape[1], device=values.device) == columns[:, None]
+        at_column = _columns(values) == columns[:, None].to(torch.int32)
         return torch.where(at_column, entries, values)
     return values.scatter_(1, columns[:, None], entries)
 
@@ -198,7 +198,7 @@ def _cross_entropy_statistics(
 ) -> SlotStatistics:
     """Cross-entropy alone, in half the memory: neither log-probabilities nor probabilities are kept."""
     logits, slope = _capped(logits_of(hidden, head), soft_cap)
-    top, guess = logits.max(dim=-1, keepdim=True)
+    top, guess = _largest(logits)
     picked = logits.gather(1, labels[:, None]) - top
     # In place: eager passes over [R, V] cost as much as the products; a compiled chunk fuses them either way.
     others = put(logits.sub_(top).exp_(), labels, torch.zeros_like(top))
@@ -216,6 +216,21 @@ def _cross_entropy_statistics(
 
     own = (total.log() - picked)[:, 0]
     return SlotStatistics(own, own, guess[:, 0] == labels, gradient_of)
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest entry of each row, and the first column that has it; [R, 1] each.
+
+    Compiled, a reduction that carries a column along with every value costs as much as all the others together.
+    """
+    if not torch.compiler.is_compiling():
+        return logits.max(dim=-1, keepdim=True)
+    top = logits.amax(dim=-1, keepdim=True)
+    return top, torch.where(logits == top, _columns(logits), logits.shape[1]).amin(dim=-1, keepdim=True)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
 
 
 def _capped(logits: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from drafter_trainer import objectives
 from drafter_trainer.acceptance import StepSums
 from drafter_trainer.anchors import Anchors, BlockTargets
 from drafter_trainer.flex_policy import compiled_graphs
@@ -289,3 +290,15 @@ def test_one_graph_serves_every_pack(counter: object, objective: Mix, scheme: st
         torch.testing.assert_close(StepSums.of(sums).values, StepSums.of(expected).values)
     assert counter.frame_count == 1  # type: ignore[attr-defined]
     assert compiled_graphs() - before == 1
+
+
+def test_compiled_the_first_of_equal_columns_is_the_guess() -> None:
+    """As torch's maximum with its column gives it on a CPU; what is not finite is nobody's guess."""
+    logits = torch.randint(0, 4, (40, 23), generator=torch.Generator().manual_seed(0)).float()
+    logits[3, 5] = torch.nan
+    torch._dynamo.reset()
+    top, guess = torch.compile(objectives._largest, backend="eager", fullgraph=True)(logits)
+    expected, column = logits.max(dim=-1, keepdim=True)
+    finite = torch.isfinite(expected)
+    assert torch.equal(guess[finite], column[finite].int()) and torch.equal(top[finite], expected[finite])
+    assert torch.isnan(top[3]) and guess[3] == 23
