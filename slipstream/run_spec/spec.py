@@ -257,7 +257,7 @@ class TrainSpec(Section):
     activation_checkpointing: bool = False
     """Keep only what enters each draft layer, and compute the layer once more in the backward: less memory, more time,
     the same result."""
-    cuda_graphs: Literal["auto"] | bool = False
+    cuda_graphs: Literal["auto"] | bool = "auto"
     """Record the step once and launch it as one: for small drafters, whose step is bound by launches. auto: by the
     drafter's size; the log says what was chosen and why."""
     anchors_per_pack: PositiveInt = 512
