@@ -33,6 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backward: 2 stages": {"bwd_num_stages": 2},
     "forward 128x128": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 2, "fwd_num_warps": 8},
     "forward: 4 warps": {"fwd_num_warps": 4},
+    "forward: 64 keys, 4 warps": {"fwd_BLOCK_N": 64, "fwd_num_warps": 4},
+    "forward: 64 keys, 8 warps": {"fwd_BLOCK_N": 64, "fwd_num_warps": 8},
+    "forward: 64 queries": {"fwd_BLOCK_M": 64, "fwd_num_warps": 4},
+    "forward: 8 warps": {"fwd_num_warps": 8},
     "descriptors (TMA)": {"USE_TMA": True},
 }
 """Of the kernel, but for `REPEATED`: how often keys and values are repeated before it, 0 for once a query head."""
