@@ -6,7 +6,9 @@ The report goes to the log, and to a file beside the run (`failures/…json`), w
 import json
 import logging
 import os
+import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -72,7 +74,8 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
 
     Raises:
         SlipstreamError: OUT_OF_MEMORY when the device's memory is full, with the phase and what to change;
-            PACK_OUTSIDE_BUCKETS when a compiled function met what it was not compiled for.
+            PACK_OUTSIDE_BUCKETS when a compiled function met what it was not compiled for; ENVIRONMENT_UNSUPPORTED when
+            torch could not compile the step.
     """
     try:
         yield
@@ -86,6 +89,8 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
             raise _out_of_memory(error, phase) from error
         if _is_recompile(error):
             raise _recompile(error, phase, shapes) from error
+        if phase is Phase.WARM_UP and _is_compilers(error):
+            raise _not_compiled(error) from error
         raise
 
 
@@ -94,7 +99,7 @@ def _report(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, ...]
     from drafter_trainer.flex_policy import describe_failure
 
     report = {"phase": phase.value, **describe_failure(error, shapes or {})}
-    kept = _keep(report) if _directories else {}
+    kept = _keep({**report, "traceback": "".join(traceback.format_exception(error))}) if _directories else {}
     log_event(_log, "error", "phase_failed", **report, **kept)
 
 
@@ -140,4 +145,22 @@ def _recompile(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, .
         f"The pack: {shapes_in_words(shapes or {}) or 'none'}.",
         reason=Reason.PACK_OUTSIDE_BUCKETS,
         remedy="Nothing was computed uncompiled. Report this with the log; the run can resume from its checkpoint.",
+    )
+
+
+def _is_compilers(error: Exception) -> bool:
+    """Raised by torch's compiler itself, not by what it compiled. Where it is not loaded, nothing was."""
+    exceptions = sys.modules.get("torch._dynamo.exc")
+    return exceptions is not None and isinstance(error, exceptions.TorchDynamoException)
+
+
+def _not_compiled(error: Exception) -> SlipstreamError:
+    inner = getattr(error, "inner_exception", error)
+    first = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
+    return SlipstreamError(
+        f"torch {torch.__version__} could not compile the training step for this machine: {type(inner).__name__}: "
+        f"{first}",
+        reason=Reason.ENVIRONMENT_UNSUPPORTED,
+        remedy="The log names the report with all of it. Install another torch release, or train on another GPU; "
+        "slipstream doctor says what is known of this one.",
     )

@@ -135,3 +135,19 @@ def test_every_report_is_kept_beside_the_run(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(RuntimeError), reports_kept_in(tmp_path / "file"), failures_reported(Phase.STEP):
         raise LOST
     assert "File exists" in fields_of(caplog)[0]["report_not_kept"], "and the failure is still the one that was"
+
+
+def test_what_torch_cannot_compile_ends_in_words_and_the_report_has_the_traceback(tmp_path: Path) -> None:
+    failed = BackendCompilerFailed(lambda *_: None, TypeError("list indices must be integers"), None)
+    with (
+        pytest.raises(SlipstreamError, match="could not compile the training step for this machine") as raised,
+        reports_kept_in(tmp_path),
+        failures_reported(Phase.WARM_UP),
+    ):
+        raise failed
+    assert raised.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and raised.value.exit_code == 4
+    assert "list indices must be integers" in raised.value.message and "\n" not in raised.value.message
+    (file,) = tmp_path.iterdir()
+    assert "raise failed" in json.loads(file.read_text())["traceback"]
+    with pytest.raises(BackendCompilerFailed), failures_reported(Phase.STEP):
+        raise failed
