@@ -66,6 +66,30 @@ def round_to(tensor: Tensor, scale: Tensor) -> Tensor:
     return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8).contiguous()
 
 
+@torch.library.custom_op("slipstream::round_both_layouts", mutates_args=())
+def _round_both_layouts(matrix: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """matrix [R, C] / scale in FP8, and its transpose, both contiguous.
+
+    An operator of its own, so that the compiler does not join it with the norm's backward, which reads the same tensor:
+    that kernel walks along rows, and writing the transpose from there took ten times as long.
+    """
+    if not matrix.is_cuda:
+        values = round_to(matrix, scale)
+        return values, values.t().contiguous()
+    # Here, because triton comes with CUDA's torch only.
+    from drafter_trainer.fp8_kernel import round_tiles
+
+    values = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
+    transposed = torch.empty(matrix.shape[::-1], dtype=FP8, device=matrix.device)
+    round_tiles(matrix.contiguous(), scale, values, transposed)
+    return values, transposed
+
+
+@_round_both_layouts.register_fake
+def _(matrix: Tensor, _scale: Tensor) -> tuple[Tensor, Tensor]:
+    return matrix.new_empty(matrix.shape, dtype=FP8), matrix.new_empty(matrix.shape[::-1], dtype=FP8)
+
+
 def product(left: Quantised, right: Quantised, *, fast: bool = True) -> Tensor:
     """left [R, K] times the transpose of right [N, K], both contiguous: bfloat16 [R, N].
 
@@ -105,13 +129,13 @@ class _LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         states_transposed, states_scale, transposed, weight_scale = ctx.saved_tensors
         needs_states, needs_weight = ctx.needs_input_grad[:2]
-        rounded = quantise(by_output)
+        scale = scale_of(by_output)
+        rows, columns = torch.ops.slipstream.round_both_layouts(by_output, scale)
         by_states = by_weight = None
         if needs_states:
-            by_states = product(rounded, Quantised(transposed, weight_scale))
+            by_states = product(Quantised(rows, scale), Quantised(transposed, weight_scale))
         if needs_weight:
-            columns = Quantised(rounded.values.t().contiguous(), rounded.scale)
-            by_weight = product(columns, Quantised(states_transposed, states_scale))
+            by_weight = product(Quantised(columns, scale), Quantised(states_transposed, states_scale))
         return by_states, by_weight, None, None, None
 
 
@@ -277,8 +301,10 @@ def check_fp8(device: torch.device) -> None:
         check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     ones = torch.eye(32, dtype=torch.bfloat16, device=device)
     try:
-        found = product(quantise(ones), quantise(ones))
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        scale = scale_of(ones)
+        rows, columns = torch.ops.slipstream.round_both_layouts(ones, scale)
+        found = product(Quantised(rows, scale), Quantised(columns, scale))
+    except (RuntimeError, NotImplementedError, AttributeError, ImportError) as error:
         raise SlipstreamError(
             f"train.fp8 is true, but torch {torch.__version__} has no FP8 product on {device}: {error}",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
