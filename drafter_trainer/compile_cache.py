@@ -146,8 +146,11 @@ def compiling_turn(folder: Path | None, what: str, stop: threading.Event) -> Ite
     if done.exists():
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"compiling-{name}.lock").open("a+", encoding="utf-8") as file:
+    file = _open_lock(folder / f"compiling-{name}.lock")
+    if file is None:
+        yield
+        return
+    with file:
         _wait_for_turn(file, stop)
         if done.exists():
             # Somebody else has compiled meanwhile; loading needs no turn.
@@ -163,6 +166,23 @@ def compiling_turn(folder: Path | None, what: str, stop: threading.Event) -> Ite
         except OSError as error:
             # All is compiled and this process goes on; the next one takes a turn again, and finds it in the cache.
             log_event(_log, "warning", "compile_cache_not_marked", file=str(done), detail=error.strerror)
+
+
+def _open_lock(path: Path) -> IO[str] | None:
+    """None, and a warning, where this user may not write it or the file system has no locks: trainers then compile side
+    by side, which costs time and nothing else."""
+    file = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+        if _lock(file):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError as error:
+        if file is not None:
+            file.close()
+        log_event(_log, "warning", "compile_cache_without_turns", lock=str(path), detail=error.strerror)
+        return None
+    return file
 
 
 def _wait_for_turn(file: IO[str], stop: threading.Event) -> None:

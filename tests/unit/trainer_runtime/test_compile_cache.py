@@ -1,5 +1,6 @@
 """Where compiled code is kept, and what is said where it cannot be. Turns are in tests/system/test_compile_cache.py."""
 
+import errno
 import os
 import shutil
 import threading
@@ -103,3 +104,20 @@ def test_a_failure_leaves_no_mark_and_gives_the_turn_back(tmp_path: Path) -> Non
     with compiling_turn(tmp_path, "a shape", stop):
         pass
     assert len(list(tmp_path.glob("compiled-*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["a lock that is another user's", "a file system without locks"])
+def test_without_a_lock_everybody_compiles_and_it_is_said(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder = tmp_path / "cache"
+    if kind == "a file system without locks":
+        monkeypatch.setattr(compile_cache.fcntl, "flock", refuse)
+    else:
+        folder.touch()  # root may open any file; a file in the way is refused to it as well
+    with compiling_turn(folder, "a shape", threading.Event()):
+        pass
+    assert said(caplog)["compile_cache_without_turns"]["detail"] in ("No locks available", "File exists")
