@@ -141,6 +141,10 @@ def products() -> Times:
         for what, tensor in (("x", states), ("dy", by_output), ("W", weight)):
             found[f"cast of {what}, both layouts"] = milliseconds(lambda t=tensor: both_layouts(t))
             found[f"cast of {what}, one layout"] = milliseconds(lambda t=tensor: one_layout(t))
+            scale = quantise(tensor).scale
+            found[f"rounding of {what}, own kernel"] = milliseconds(
+                lambda t=tensor, s=scale: torch.ops.slipstream.round_both_layouts(t, s)
+            )
         times[name] = found
     return times
 
@@ -221,7 +225,7 @@ def rows_of(found: dict[str, Times]) -> list[Row]:
     for name, times in found.get("products", {}).items():
         for what in ("forward", "dx", "dW"):
             if (plain := times.get(f"{what}, bf16")) is not None:
-                fast = times[f"{what}, fp8{' fast' if what == 'forward' else ''}"]
+                fast = times[f"{what}, fp8 fast"]
                 rows.append(Row(f"{name}, {what}", "product alone", "ms", fast, plain, "bfloat16", plain / fast))
     for part in ("mlp", "head"):
         for name, times in found.get(part, {}).items():
