@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.results_file import RESULTS, Row, write_results
 
-REPEATED = "repeated"
+REPEATED, UNMASKED = "repeated", "unmasked"
 _BACKWARD_64 = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backward: 64 keys a program": _BACKWARD_64,
     "repeated, 64 keys a program": {REPEATED: 0, **_BACKWARD_64},
     "backward: 64 keys, 4 warps": {**_BACKWARD_64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4},
+    "bound: listed tiles unmasked": {UNMASKED: True},
     "prescaled queries": {"PRESCALE_QK": True},
     "backward: 2 stages": {"bwd_num_stages": 2},
     "forward 128x128": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 2, "fwd_num_warps": 8},
@@ -39,7 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward: 8 warps": {"fwd_num_warps": 8},
     "descriptors (TMA)": {"USE_TMA": True},
 }
-"""Of the kernel, but for `REPEATED`: how often keys and values are repeated before it, 0 for once a query head."""
+"""Of the kernel, but for `REPEATED`: how often keys and values are repeated before it, 0 for once a query head; and
+`UNMASKED`: every element of a listed tile is seen, which is wrong and shows what the mask function costs."""
 STEPS = 20
 TOLERANCE = 0.02
 
@@ -114,7 +116,9 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = [inputs[0].requires_grad_(), *(tensor.contiguous().requires_grad_() for tensor in inputs[1:])]
     direction = draw(size.heads, queries)
 
-    kernel: Any = {name: value for name, value in options.items() if name != REPEATED}
+    kernel: Any = {name: value for name, value in options.items() if name not in (REPEATED, UNMASKED)}
+    if UNMASKED in options:
+        mask.mask_mod = lambda _batch, _head, query, _key: query >= 0
     repeats = options.get(REPEATED, 1) or size.heads // size.kv_heads
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -156,7 +160,11 @@ def line_of(name: str, result: dict[str, Any], default: dict[str, Any]) -> str:
     """For people."""
     if "failed" in result:
         return f"{name:<28} {result['failed']}"
-    agrees = "" if "failed" in default or agree(result, default) else "   WRONG: differs from the default's result"
+    agrees = (
+        ""
+        if "failed" in default or UNMASKED in OPTIONS[name] or agree(result, default)
+        else "   WRONG: differs from the default's result"
+    )
     return f"{name:<28} forward {result['forward']:7.3f} ms   backward {result['backward']:7.3f} ms{agrees}"
 
 
