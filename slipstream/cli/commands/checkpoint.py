@@ -1,4 +1,4 @@
-"""`slipstream checkpoint ls RUN` lists the complete checkpoints of a run; `export RUN[@STEP]` writes one for an engine."""
+"""`slipstream checkpoint`: `ls RUN` lists the complete checkpoints of a run, `export RUN[@STEP]` writes one."""
 
 import argparse
 import shlex
