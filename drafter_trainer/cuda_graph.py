@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.plan.sizes import MOST_RECORDED_PARAMETERS
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
@@ -23,9 +24,6 @@ _Pool = Any  # torch names the type differently from version to version
 
 RUNS_BEFORE_RECORDING = 3
 """What is compiled or tuned at a first call must be done by then; the warm-up runs every function more often."""
-_MOST_PARAMETERS = 100_000_000
-"""Up to here "auto" records. Beyond, a step computes for longer than its launches take, and the graph would only keep a
-second pool of memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ def wants_graphs(spec: RunSpec, device: torch.device, num_parameters: int) -> tu
     if setting is True:
         return True, "train.cuda_graphs is true"
     size = f"{num_parameters / 1e6:.0f} million parameters"
-    if num_parameters > _MOST_PARAMETERS:
+    if num_parameters > MOST_RECORDED_PARAMETERS:
         return False, f"{size}: computing takes longer than launching"
     return True, f"{size}: launching takes longer than computing"
 

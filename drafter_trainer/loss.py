@@ -19,27 +19,21 @@ from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.objectives import SlotInput, SlotStatistics, slot_statistics
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
 from drafter_trainer.target_states import TargetStates
+from slipstream.plan.loss_chunks import default_rows, fullest_length
 from slipstream.run_spec.spec import LossSpec, ObjectiveName
 
 _CPU_LOGITS_BYTES = 64 << 20
-_CUDA_LOGITS_BYTES = 2 << 30
-_CUDA_LOGITS_SHARE = 64
-_BYTES_PER_LOGIT = {"cpu": 8, "cuda": 4}
-"""Cross-entropy alone: logits and their gradient at once. Eager on a CPU they are float32; compiled on CUDA they are
-bfloat16, and what the softmax needs besides is never written."""
-_BYTES_PER_LOGIT_WITH_TARGET = {"cpu": 48, "cuda": 24}
-"""Two distributions, their logarithms, the gradient, an objective's intermediates. Eager on a CPU: measured, 24 for kl
-to 45 for all at once. Compiled on CUDA, where most of them are never written: assumed."""
-_CUDA_ROW_TILE = 128
-"""Rows of the head's product that a GPU computes together: a chunk of one row more takes as long as one of 128 more."""
+_CPU_BYTES_PER_LOGIT = 8
+"""Cross-entropy alone: logits and their gradient, float32."""
+_CPU_BYTES_PER_LOGIT_WITH_TARGET = 48
+"""Measured: 24 for kl to 45 for all objectives at once."""
 _LK_ETA = 3.0
 """The setting that the LK losses' paper recommends (arXiv 2602.23881)."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """A resolved `LossSpec`. `blocks_per_chunk`: blocks whose logits exist at once, at most. `row_tile`: see
-    `_chunk_length`."""
+    """A resolved `LossSpec`. `blocks_per_chunk`: blocks whose logits exist at once, at most."""
 
     slot_weights: Literal["uniform", "decay", "dpace"]
     block_size: int
@@ -52,7 +46,8 @@ class LossConfig:
     objective: Mapping[ObjectiveName, float]
     """Names and weights; see `objectives`."""
     lk_eta: float
-    row_tile: int = 1
+    fills_tiles: bool = False
+    """Chunks are as long as fills a GPU's tiles best, instead of as few as possible."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +99,13 @@ def resolve_loss_config(
     order: on CUDA a 64th of it, 2 GiB at most; on the CPU 64 MiB.
     """
     rows = spec.chunk_rows
-    if rows is None:
-        budget = _CPU_LOGITS_BYTES
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            budget = min(_CUDA_LOGITS_BYTES, total // _CUDA_LOGITS_SHARE)
-        per_logit = _BYTES_PER_LOGIT[device.type]
-        if spec.needs_target_distribution:
-            per_logit = _BYTES_PER_LOGIT_WITH_TARGET[device.type]
-        rows = budget // (per_logit * vocab_size)
+    with_target = spec.needs_target_distribution
+    if rows is None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        rows = default_rows(total, vocab_size, with_target=with_target)
+    elif rows is None:
+        per_logit = _CPU_BYTES_PER_LOGIT_WITH_TARGET if with_target else _CPU_BYTES_PER_LOGIT
+        rows = _CPU_LOGITS_BYTES // (per_logit * vocab_size)
     return LossConfig(
         slot_weights=spec.slot_weights,
         block_size=block_size,
@@ -123,7 +116,7 @@ def resolve_loss_config(
         only_counted_rows=device.type == "cpu",
         objective=spec.objective,
         lk_eta=spec.lk_eta or _LK_ETA,
-        row_tile=_CUDA_ROW_TILE if device.type == "cuda" else 1,
+        fills_tiles=device.type == "cuda",
     )
 
 
@@ -240,20 +233,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _chunk_length(num_blocks: int, config: LossConfig) -> int:
-    """Blocks of every chunk: as few chunks as the limit allows, or, where rows are computed in tiles, the length that
-    fills them best; the longest of several that are equally good.
-
-    The last chunk may overlap its neighbour, and a tile is computed whole: what counts is all rows so computed.
-    """
-    most = min(config.blocks_per_chunk, num_blocks)
-    if config.row_tile == 1:
-        return -(-num_blocks // -(-num_blocks // most))
-    slots, tile = config.block_size - 1, config.row_tile
-
-    def rows_computed(length: int) -> int:
-        return -(-num_blocks // length) * (-(-length * slots // tile) * tile)
-
-    return min(range(most, 0, -1), key=rows_computed)
+    """Blocks of every chunk: as few chunks as the limit allows, or the length that fills a GPU's tiles."""
+    if config.fills_tiles:
+        return fullest_length(num_blocks, config.blocks_per_chunk, config.block_size - 1)
+    return -(-num_blocks // -(-num_blocks // min(config.blocks_per_chunk, num_blocks)))
 
 
 def _chunks(num_blocks: int, length: int) -> list[tuple[int, int, int]]:

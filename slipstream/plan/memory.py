@@ -13,9 +13,9 @@ layer while gradients appear, so that it holds the larger of both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from slipstream.plan.sizes import TILE, RunSizes
+from slipstream.plan.loss_chunks import default_rows, fullest_length
+from slipstream.plan.sizes import RunSizes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -33,8 +33,6 @@ LARGEST_SLACK = 512 * MIB
 of drafters for a 135M target, 1 % (310 MiB) of one for Qwen3-8B, whose blocks are large."""
 
 _FLOAT = 4
-_LARGEST_LOGITS = 2 * GIB
-_LOGITS_SHARE = 64
 _PACKS_IN_USE = 1
 _PACKS_LET_GO = 1
 """One whose step has ended, and whose memory still waits for the stream."""
@@ -170,11 +168,6 @@ def backward_intermediates(sizes: RunSizes) -> int:
     return sizes.block_rows * (widest + 2 * sizes.hidden_size) * sizes.compute_bytes
 
 
-def bytes_per_logit(sizes: RunSizes) -> int:
-    """As the trainer's loss counts it to choose its chunk: carefully."""
-    return 24 if sizes.needs_target_distribution else 4
-
-
 def used_bytes_per_logit(sizes: RunSizes) -> int:
     """What a compiled chunk keeps at once: logits and gradient in the compute precision; with the target's logits,
     float32 besides. From the peaks of two runs on an H200 (135M target): 3.8 and 9.9, rounded up."""
@@ -183,20 +176,10 @@ def used_bytes_per_logit(sizes: RunSizes) -> int:
 
 def chunk_blocks(sizes: RunSizes, device_bytes: int) -> int:
     """Blocks whose logits exist at once: as the recipe says, or as many as a share of the device holds."""
-    rows = sizes.chunk_rows
+    rows, slots = sizes.chunk_rows, sizes.block_size - 1
     if rows is None:
-        rows = min(_LARGEST_LOGITS, device_bytes // _LOGITS_SHARE) // (bytes_per_logit(sizes) * sizes.vocab_size)
-    return _best_length(sizes.anchors_per_pack, max(1, rows // (sizes.block_size - 1)), sizes.block_size - 1)
-
-
-@cache
-def _best_length(blocks: int, most: int, slots: int) -> int:
-    """As the trainer's loss chooses it: of at most so many blocks, the length whose tiles compute the fewest rows."""
-
-    def rows_computed(length: int) -> int:
-        return -(-blocks // length) * (-(-length * slots // TILE) * TILE)
-
-    return min(range(min(most, blocks), 0, -1), key=rows_computed)
+        rows = default_rows(device_bytes, sizes.vocab_size, with_target=sizes.needs_target_distribution)
+    return fullest_length(sizes.anchors_per_pack, max(1, rows // slots), slots)
 
 
 def logits_bytes(sizes: RunSizes, device_bytes: int) -> int:

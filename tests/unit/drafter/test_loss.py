@@ -216,7 +216,7 @@ def test_default_chunk_bounds_the_logits() -> None:
     ],
 )
 def test_chunks_fill_the_tiles_of_a_gpu(blocks: int, block_size: int, most: int, expected: int) -> None:
-    config = replace(config_for("decay", block_size, blocks_per_chunk=most), row_tile=128)
+    config = replace(config_for("decay", block_size, blocks_per_chunk=most), fills_tiles=True)
     assert _chunk_length(blocks, config) == expected
     parts = _chunks(blocks, expected)
     assert [end - start for start, _, end in parts] == [expected] * len(parts)

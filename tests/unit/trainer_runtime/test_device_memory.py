@@ -6,11 +6,9 @@ import logging
 import pytest
 import torch
 
-from drafter_trainer.cuda_graph import _MOST_PARAMETERS
 from drafter_trainer.memory import MemoryMeter, MemoryReport, sizes_of
 from slipstream.errors import SlipstreamError
 from slipstream.plan.memory import GIB, expected_in_warm_up, plan_memory
-from slipstream.plan.sizes import MOST_RECORDED_PARAMETERS
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.wire.target_config import TargetConfig
@@ -107,7 +105,3 @@ def test_a_full_device_is_told_what_fits() -> None:
     assert "No setting" in report.way_out(2 * GIB, 24 * GIB)
     # It was predicted to fit, and did not: it must still become smaller.
     assert "--set " in report.way_out(200 * GIB, 200 * GIB)
-
-
-def test_plan_and_step_record_the_same_drafters() -> None:
-    assert MOST_RECORDED_PARAMETERS == _MOST_PARAMETERS
