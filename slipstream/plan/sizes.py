@@ -12,8 +12,8 @@ _NORMS_OF_A_LAYER = 2
 TILE = 128
 """Edge of an attention tile: queries and keys are padded to it."""
 MOST_RECORDED_PARAMETERS = 100_000_000
-"""Of a drafter whose step train.cuda_graphs = "auto" records. Beyond, a step computes longer than its launches take, and
-the graph would only keep a second pool of memory."""
+"""Of a drafter whose step train.cuda_graphs = "auto" records. Beyond, computing takes longer than launching, and the
+graph would only keep a second pool of memory."""
 
 
 @dataclass(frozen=True)
