@@ -99,7 +99,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from drafter_trainer.flex_policy import compile_owned, configure_compiler
 
     size, device = SIZES[name], torch.device("cuda", 0)
-    configure_compiler(declared_graphs=2)
+    configure_compiler()
     pack = make_pack(size, device, 0, split_features=True)
     layout = AttentionLayout("flex", size.block_size)
     mask = build_block_attention(layout, pack.anchors, pack.tensors["position_ids"]).full

@@ -167,13 +167,8 @@ def self_test(device: torch.device) -> None:
         raise _unsupported("compiled flex_attention gave values that are not finite", "Report this with the log.")
 
 
-def configure_compiler(declared_graphs: int) -> None:
-    """Set what torch keeps per thread; call it in the one thread that compiles, before anything is compiled.
-
-    Args:
-        declared_graphs: graphs the process means to compile in all; the global recompile limit becomes at least this
-            where functions cannot have their own.
-    """
+def configure_compiler() -> None:
+    """Set what torch keeps per thread; call it in the one thread that compiles, before anything is compiled."""
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         # A backward compiled at the first .backward() would escape a warm-up without one.
         torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -182,8 +177,6 @@ def configure_compiler(declared_graphs: int) -> None:
     torch._functorch.config.ban_recompute_materialized_backward = False
     # Rotary tables serve every layer, and what is made with them would count as used far apart.
     torch._functorch.config.ban_recompute_used_far_apart = False
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, declared_graphs)
 
 
 def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callable[P, R]:
@@ -207,6 +200,7 @@ def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callab
     offered = inspect.signature(torch.compile).parameters
     options = {key: value for key, value in wanted.items() if key in offered}
     if "recompile_limit" not in options:
+        # One limit for all functions, and it counts per code object: the largest that is declared.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, graphs)
     _declared[name] = graphs
     compiled = torch.compile(own_code, fullgraph=True, dynamic=False, **options)

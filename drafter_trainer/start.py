@@ -50,9 +50,6 @@ from slipstream.wire.codec import DTYPES
 from slipstream.wire.data_report import DataReport
 from slipstream.wire.target_config import TargetConfig
 
-# Drafter, loss chunk and self-test; twice that where a torch counts variants we do not know of.
-_DECLARED_GRAPHS = 6
-
 _log = logging.getLogger(__name__)
 
 
@@ -206,7 +203,7 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
         cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
-        configure_compiler(_DECLARED_GRAPHS)
+        configure_compiler()
         install_tripwire()
         self_test(device)
         log_event(_log, "info", "attention_guarded", guards=guards.in_words())

@@ -125,7 +125,7 @@ def main(device: torch.device, mode: str) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    flex_policy.configure_compiler(declared_graphs=8)
+    flex_policy.configure_compiler()
     flex_policy.install_tripwire()
     device = torch.device(sys.argv[1], 0) if sys.argv[1] == "cuda" else torch.device(sys.argv[1])
     for mode in sys.argv[2:]:

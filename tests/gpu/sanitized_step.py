@@ -52,7 +52,7 @@ def run_one_bucket() -> None:
     from drafter_trainer.warmup import adversarial_batches, load_representable_weights, run_steps
     from tests.gpu.real_step import VOCABULARY, real_plan, real_spec, real_step
 
-    flex_policy.configure_compiler(declared_graphs=4)
+    flex_policy.configure_compiler()
     flex_policy.install_tripwire()
     spec, lengths = real_spec(), (512,)
     step, plan = real_step(spec, lengths), real_plan(spec, lengths)

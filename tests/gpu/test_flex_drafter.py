@@ -35,7 +35,7 @@ def _policy() -> Iterator[None]:
     """The tripwire for every test here; a failing compile of one test does not reach the next."""
     kept = [(operator, dict(operator.py_kernels)) for operator in (flex_forward_op, flex_backward_op)]
     torch._dynamo.reset()
-    flex_policy.configure_compiler(declared_graphs=4)
+    flex_policy.configure_compiler()
     flex_policy.install_tripwire()
     yield
     torch._dynamo.callback.callback_handler.clear()

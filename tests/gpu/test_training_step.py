@@ -30,7 +30,7 @@ def _policy() -> Iterator[None]:
 
     torch._dynamo.reset()
     torch.cuda.set_device(CUDA)
-    flex_policy.configure_compiler(declared_graphs=8)
+    flex_policy.configure_compiler()
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -12,7 +12,7 @@ from drafter_trainer import flex_policy
 
 device = torch.device("cpu")
 print(flex_policy.check_environment(device).in_words())
-flex_policy.configure_compiler(declared_graphs=1)
+flex_policy.configure_compiler()
 flex_policy.install_tripwire()
 flex_policy.self_test(device)
 print("passed")

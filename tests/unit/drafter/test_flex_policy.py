@@ -195,7 +195,7 @@ def test_the_loss_of_all_chunks_is_one_graph(backend: Callable[[object], None], 
 
 def test_owned_functions_do_not_share_a_limit(backend: Callable[[object], None]) -> None:
     backend("eager")
-    flex_policy.configure_compiler(declared_graphs=2)
+    flex_policy.configure_compiler()
 
     def doubled(values: Tensor) -> Tensor:
         return values * 2

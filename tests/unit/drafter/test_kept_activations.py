@@ -69,7 +69,7 @@ def test_neither_the_gated_product_nor_a_norms_output_is_kept(traced: None) -> N
     inner = drafter.config.intermediate_size
     before, reference = kept_rows(drafter)
     torch._dynamo.reset()
-    flex_policy.configure_compiler(declared_graphs=1)
+    flex_policy.configure_compiler()
     after, results = kept_rows(drafter)
     layers = drafter.config.num_layers
     assert before[inner] == 3 * layers and after[inner] == 2 * layers, "gate and up"
@@ -92,7 +92,7 @@ def test_a_checkpointed_layer_keeps_its_input_alone(traced: None) -> None:
 def test_repeated_keys_give_the_same_gradients_and_are_not_kept(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = tiny_drafter(tiny_config(BLOCK))
     assert drafter.config.num_attention_heads == 2 * drafter.config.num_key_value_heads
-    flex_policy.configure_compiler(declared_graphs=1)
+    flex_policy.configure_compiler()
     before, reference = kept_rows(drafter)
     torch._dynamo.reset()
     monkeypatch.setattr(block_mask, "KEY_REPEATS", 2)
