@@ -8,6 +8,7 @@ from typing import Any
 from drafter_trainer.drafter_config import SLIDING, DrafterConfig
 from drafter_trainer.formats.self_test import SelfTest
 from slipstream.errors import SlipstreamError
+from slipstream.gguf_header import read_gguf_header
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.target_files import TargetFiles
@@ -80,14 +81,10 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 def read_licence(files: TargetFiles) -> str | None:
     """The licence of a model, from its card's head, its configuration or its .gguf; None where none names it."""
-    return _licence_in_gguf(files.weights[0]) if files.is_gguf else _licence_beside(files.root)
-
-
-def _licence_in_gguf(path: Path) -> str | None:
-    import gguf  # the target was read with it
-
-    field = gguf.GGUFReader(path).fields.get("general.license")
-    return None if field is None else str(field.contents())
+    if not files.is_gguf:
+        return _licence_beside(files.root)
+    licence = read_gguf_header(files.weights[0]).values.get("general.license")
+    return licence if isinstance(licence, str) else None
 
 
 def _licence_beside(root: Path) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.plan.gguf_header import read_gguf_header
+from slipstream.gguf_header import read_gguf_header
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -232,6 +233,20 @@ def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Pat
 def test_licence(head: str, licence: str | None, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(head)
     assert read_licence(TargetFiles(tmp_path, weights=(), descriptions=(), revision=None)) == licence
+
+
+@pytest.mark.parametrize("licence", ["apache-2.0", None])
+def test_licence_in_a_gguf_needs_no_library(
+    licence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    pairs = [("general.architecture", "llama")] + ([("general.license", licence)] if licence else [])
+    words = [text for pair in pairs for text in pair]
+    lengths = [struct.pack("<Q", len(text)) + text.encode() for text in words]
+    body = b"".join(key + struct.pack("<I", 8) + value for key, value in zip(lengths[::2], lengths[1::2], strict=True))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
+    assert read_licence(TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)) == licence
 
 
 def test_import_says_what_a_recipe_needs(

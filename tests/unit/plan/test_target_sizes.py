@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.plan.gguf_header import read_gguf_header
+from slipstream.gguf_header import read_gguf_header
 from slipstream.plan.gpus import GPUS, assumed_share, gpu_named
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.plan.target_sizes import sizes_of_config, target_sizes
