@@ -1,4 +1,4 @@
-"""Step 11 of a pack's path: what the sums say about acceptance, under names that say what is counted."""
+"""⑪ What the sums say about acceptance, under names that say what is counted."""
 
 from dataclasses import dataclass
 

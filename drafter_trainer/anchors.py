@@ -1,4 +1,4 @@
-"""Step 9 of a pack's path: where blocks start, and what their slots must predict.
+"""⑨ Where blocks start, and what their slots must predict.
 
 Shapes: T pack tokens, A anchors, B block size.
 """

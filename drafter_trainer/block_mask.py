@@ -1,4 +1,4 @@
-"""Step 9 of a pack's path: which keys a block's queries see, for flex_attention and for SDPA from one mask_mod.
+"""⑨ Which keys a block's queries see, for flex_attention and for SDPA from one mask_mod.
 
 Queries: the A·B block slots. Keys: the T context tokens, then the A·B block slots. A query of anchor a sees context
 tokens before a of its own document, and its own block; with a sliding window of W it sees only keys at most W - 1

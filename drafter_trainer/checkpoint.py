@@ -1,4 +1,4 @@
-"""⑫ Checkpoints: weights, optimizer, RNG, loop state and cursor, saved as one directory that is complete or absent.
+"""⑬ Checkpoints: weights, optimizer, RNG, loop state and cursor, saved as one directory that is complete or absent.
 
     step-00000042/{drafter.safetensors, drafter_config.json, optimizer.safetensors, rng.safetensors, state.json,
                    manifest.json}

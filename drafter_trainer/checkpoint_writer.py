@@ -1,4 +1,4 @@
-"""Saves while training goes on: the training thread copies the state, a thread of its own brings the copy to the disk.
+"""⑬ Saves while training goes on: the training thread copies the state, a thread of its own writes the copy.
 
 One save is in flight at most; the next one waits for it. A failed one is raised in the training thread. The writing
 thread reads host memory and files only: never a device, compiled code or autograd.

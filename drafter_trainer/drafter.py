@@ -1,4 +1,4 @@
-"""Step 10 of a pack's path: the DFlash drafter (arXiv 2602.06036).
+"""⑩ The DFlash drafter (arXiv 2602.06036).
 
 Draft layers are Qwen3 decoder layers whose attention has queries from the block and keys and values from
 [context, block]; the context, one projection of the target's features, is the same for every layer.

@@ -1,4 +1,4 @@
-"""Step 11 of a pack's path: the loss over counted slots in chunks, with the head's gradient formed in the forward.
+"""⑪ The loss over counted slots in chunks, with the head's gradient formed in the forward.
 
 The head is frozen, so a chunk of logits is needed once: its softmax gives loss and gradient together, and the gradient
 of the hidden states is two head products in all where autograd would need three. `[A·B, V]` never exists, of the

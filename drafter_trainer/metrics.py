@@ -1,4 +1,4 @@
-"""⑬ What every step measured, one JSON object a line in metrics.jsonl.
+"""⑭ What every step measured, one JSON object a line in metrics.jsonl.
 
 A resumed run trains the steps after its checkpoint again and writes them again: the last record of a step counts.
 """

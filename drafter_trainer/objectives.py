@@ -1,4 +1,4 @@
-"""Step 11 of a pack's path: what a slot's prediction costs, and the cost's gradient, from one set of logits.
+"""⑪ What a slot's prediction costs, and the cost's gradient, from one set of logits.
 
 Every gradient by the logits is written down, not left to autograd: a chunk's logits exist once, and its gradient of the
 hidden states is one more product with the frozen head. An objective other than cross-entropy compares with the target's

@@ -1,4 +1,4 @@
-"""Float32 master weights, gradients and optimizer state of a drafter, in flat buffers, behind one step.
+"""⑫ Float32 master weights, gradients and optimizer state of a drafter, in flat buffers, behind one step.
 
 The module computes with views of the masters (float32) or of a reduced copy of them (bfloat16). Matrices are updated by
 AdamW or Muon, norms always by AdamW; a moving average follows where the recipe asks for one.

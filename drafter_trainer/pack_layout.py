@@ -1,4 +1,4 @@
-"""Step 9 of a pack's path, all at once: targets of the slots and the mask's tiles, from a pack and its anchors.
+"""⑨ Targets of the slots and the mask's tiles, all at once, from a pack and its anchors.
 
 Two dozen small tensor operations on integers: on a GPU they are compiled into a few kernels, once per pack length.
 """

@@ -1,4 +1,4 @@
-"""⑬ From a finished step to its record: the numbers, the pace, the line a person sees."""
+"""⑭ From a finished step to its record: the numbers, the pace, the line a person sees."""
 
 import math
 import time

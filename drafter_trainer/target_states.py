@@ -1,4 +1,4 @@
-"""Step 11 of a pack's path: the target's own hidden states at the slots, for objectives that compare distributions.
+"""⑪ The target's own hidden states at the slots, for objectives that compare distributions.
 
 The target predicts token a + k at row a + k - 1 of the pack. Its distribution there is the softmax of the frozen head
 after its final norm; only hidden states are kept here, the logits are made chunk by chunk in the loss.

@@ -10,7 +10,7 @@ from tests.architecture.sources import AROUND, PRODUCT, ROOT, source_files
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # A place on one person's machine.
 PERSONAL_PATH = re.compile(r"(?<![\w.~-])/(work|home|root|mnt|tmp/venv)/")
-STEPS = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬"
+STEPS = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭"
 
 
 def _read(name: str) -> str:
