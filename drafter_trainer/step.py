@@ -36,8 +36,9 @@ from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_JOINED_WIDTH = 1024
-"""Hidden size up to which products of the same states are joined: their number costs more there than copied weights."""
+_JOINED_WIDTH = 0
+"""Hidden size up to which products of the same states are joined: their number costs more there than copied weights.
+Nowhere until a GPU has measured it; 1024 is the guess."""
 _ANCHOR_POSITIONS, _ANCHOR_VALID = "anchor_positions", "anchor_valid"
 
 _log = logging.getLogger(__name__)
