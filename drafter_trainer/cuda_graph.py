@@ -53,7 +53,8 @@ class Recorder:
             inputs: device tensors.
 
         Raises:
-            SlipstreamError: ENVIRONMENT_UNSUPPORTED, the function cannot be recorded here.
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED, the function cannot be recorded here. That ends the run: after a
+                recording that failed, torch's allocator gives memory of other streams back no more.
         """
         if not self.enabled:
             return function(inputs)
@@ -75,6 +76,8 @@ class _Recorded:
             # Recording forbids this thread what would make it wait; a feeder's copies in another one may go on.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self._output = function(self._inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise SlipstreamError(
                 f"The training step ({key}) cannot be recorded as a CUDA graph: {error}",

@@ -1,6 +1,7 @@
 """Which steps are recorded, and that a step which is not takes the same way; the recording itself runs in tests/gpu."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -56,6 +57,27 @@ def test_a_recorder_that_is_off_runs_every_call() -> None:
         result = recorder("key", lambda inputs: calls.append(1) or inputs["x"] + 1, {"x": torch.tensor(value)})
         assert result.item() == value + 1
     assert len(calls) == 6 and recorder.recorded == ()
+
+
+def test_a_full_device_is_said_to_be_full_and_not_to_be_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def nothing(*_arguments: object, **_options: object) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", nothing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+
+    def fails_with(error: Exception) -> Function:
+        def function(_inputs: Inputs) -> Tensor:
+            raise error
+
+        return function
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda_graph._Recorded("pack", fails_with(torch.OutOfMemoryError("4 GiB")), {}, None)
+    with pytest.raises(SlipstreamError, match="cannot be recorded") as refused:
+        cuda_graph._Recorded("pack", fails_with(RuntimeError("it waits")), {}, None)
+    assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
 
 
 def test_a_step_that_lacks_a_quarantined_pack_counts_those_that_are_there() -> None:
