@@ -1,4 +1,4 @@
-"""What a run costs besides memory: necessary work and time, bytes on the wire, bytes on the disk."""
+"""What a run costs besides memory: nominal work and time, bytes on the wire, bytes on the disk."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class CostPlan:
 
 
 def step_flop(sizes: RunSizes) -> dict[str, float]:
-    """Necessary floating-point operations of one optimizer step, by term; an anchor sees half of its pack.
+    """Nominal floating-point operations of one optimizer step, by term; an anchor sees half of its pack.
 
     A product of [m, k] and [k, n] is 2·m·k·n. Layers: forward, gradient of input and of weight. The head is frozen: two
     products. Attention: two products forward, five backward.
@@ -61,7 +61,7 @@ def plan_cost(sizes: RunSizes, *, tflops: float, total_steps: int | None, keep: 
 
     Args:
         sizes: of the run.
-        tflops: what the trainer achieves, in TFLOP/s of necessary work.
+        tflops: what the trainer achieves, in TFLOP/s of nominal work.
         total_steps: of the run, where that is known.
         keep: `checkpoint.keep`.
     """

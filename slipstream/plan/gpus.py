@@ -32,7 +32,7 @@ GPUS = (
 )
 H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
 
-# Measured on an H200, necessary work per second as a share of the data sheet's peak: hidden size 576 and 4096.
+# Measured on an H200, nominal work per second as a share of the data sheet's peak: hidden size 576 and 4096.
 _SMALL, _LARGE = (576, 0.18), (4096, 0.55)
 _SMALL_RECORDED = 0.29
 """The smaller one with CUDA graphs."""
@@ -55,5 +55,5 @@ def assumed_share(sizes: RunSizes) -> float:
 
 
 def assumed_tflops(sizes: RunSizes, gpu: Gpu) -> float:
-    """TFLOP/s of necessary work."""
+    """TFLOP/s of nominal work."""
     return gpu.peak_tflops * assumed_share(sizes) * (_FP8_GAIN if sizes.fp8 else 1.0)

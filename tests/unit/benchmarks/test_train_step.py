@@ -29,8 +29,10 @@ from benchmarks.peers.workload import (
     make_pack,
 )
 from benchmarks.train_step_rows import Measured, make_rows, table
+from slipstream.plan.cost import step_flop
 from tests.fakes.dense_reference import Sizes, blocks_of, hidden_of_pack, loss_of_blocks
 from tests.fakes.drafter_cases import anchor_list, as_lists
+from tests.unit.plan import sizes
 
 CPU = torch.device("cpu")
 SMALL = dataclasses.replace(TINY, tokens=128, anchors=6, layers=2)
@@ -44,6 +46,11 @@ def test_a_term_of_the_work_by_hand() -> None:
     # 512 anchors of 16 slots through a frozen head of 4096 x 151,936: forward and gradient of the input.
     assert step_flops(SIZES["A"])["head"] == pytest.approx(2 * 2 * 8192 * 4096 * 151_936 / 1e12)
     assert step_flops(SIZES["A"], strict=True)["head"] == pytest.approx(2 * 2 * 7680 * 4096 * 151_936 / 1e12)
+
+
+def test_the_plan_counts_the_same_work() -> None:
+    tera = {term: flop / 1e12 for term, flop in step_flop(sizes.A).items()}
+    assert tera == pytest.approx(step_flops(SIZES["A"]))
 
 
 def reference_loss(size: Size, number: int) -> float:

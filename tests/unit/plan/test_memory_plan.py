@@ -137,7 +137,7 @@ def test_size_a_and_b_lie_where_the_design_wants_them() -> None:
     assert 64.7e9 / worst > 1.3
 
 
-def test_necessary_work_of_size_a() -> None:
+def test_nominal_work_of_size_a() -> None:
     assert sum(step_flop(A).values()) == pytest.approx(75.7e12, rel=0.005)
     cost = plan_cost(A, tflops=533.0, total_steps=1000, keep=3)
     assert cost.step_seconds == pytest.approx(0.142, rel=0.01)
