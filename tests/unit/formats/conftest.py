@@ -1,14 +1,18 @@
 """A tiny target and a checkpoint of a drafter for it, made once."""
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 from transformers import dynamic_module_utils
 
 from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.evaluation.command import open_checkpoint
+from drafter_trainer.formats.export import ExportPlan
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
 from tests.fakes.tiny_run import write_tiny_run
 
@@ -22,6 +26,23 @@ class Source:
     target: Path
     config: DrafterConfig
     weights: dict[str, Tensor]
+
+
+def make_plan(source: Source, output: Path, name: str = "sglang", **changes: Any) -> ExportPlan:
+    checkpoint, spec, _ = open_checkpoint(source.checkpoint)
+    plan = ExportPlan(
+        checkpoint=checkpoint,
+        spec=spec,
+        format_name=name,
+        output=output,
+        dtype="float32",
+        target=spec.target,
+        served_as="owner/target",
+        device="cpu",
+        replace=False,
+        evaluation=None,
+    )
+    return dataclasses.replace(plan, **changes)
 
 
 @pytest.fixture

@@ -3,12 +3,7 @@
 import dataclasses
 import json
 import logging
-import os
 import shutil
-import signal
-import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +14,11 @@ import torch
 
 from drafter_trainer.checkpoint_state import newest_checkpoint
 from drafter_trainer.cli import main
-from drafter_trainer.evaluation.command import open_checkpoint
 from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.formats.command import find_checkpoint
-from drafter_trainer.formats.export import ExportPlan, export
+from drafter_trainer.formats.export import export
 from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
-from drafter_trainer.formats.model_card import read_licence
 from drafter_trainer.formats.module import as_module
-from drafter_trainer.formats.new_directory import new_directory
 from drafter_trainer.formats.published import FORMATS, read_published
 from drafter_trainer.formats.self_test import TargetReader, compare_forward, run_self_test
 from drafter_trainer.formats.sglang import SglangFormat
@@ -34,30 +26,12 @@ from drafter_trainer.formats.vllm import VllmFormat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
-from slipstream.target_files import TargetFiles
 from slipstream.target_loading import load_causal_lm
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
 from tests.fakes.tiny_run import write_target
-from tests.unit.formats.conftest import Source
+from tests.unit.formats.conftest import Source, make_plan
 
 NAMES = list(FORMATS)
-
-
-def make_plan(source: Source, output: Path, name: str = "sglang", **changes: Any) -> ExportPlan:
-    checkpoint, spec, _ = open_checkpoint(source.checkpoint)
-    plan = ExportPlan(
-        checkpoint=checkpoint,
-        spec=spec,
-        format_name=name,
-        output=output,
-        dtype="float32",
-        target=spec.target,
-        served_as="owner/target",
-        device="cpu",
-        replace=False,
-        evaluation=None,
-    )
-    return dataclasses.replace(plan, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -195,58 +169,6 @@ def test_another_dtype_is_tested_against_the_rounded_weights(source: Source, tmp
     assert found is not None and found.passed
     assert {tensor.dtype for tensor in read_published(tmp_path / "out").weights.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
-    report = {"settings": {"device": "cpu"}, "results": {"trained": {"all": {"prompts": 3, "accepted_length": 2.5}}}}
-    (tmp_path / "eval.json").write_text(json.dumps(report))
-    run = shutil.copytree(source.run, tmp_path / "run", symlinks=True)
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "seconds": 10}}\n' for n in range(12)))
-    checkpoint = run / "checkpoints" / source.checkpoint.name
-    export(make_plan(source, tmp_path / "out", "vllm", checkpoint=checkpoint, evaluation=tmp_path / "eval.json"))
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: owner/target" in card
-    assert "12 of 24 steps, 1,536 tokens, 2.0 minutes of steps" in card
-    assert "| trained | all | 3 | 2.500 |" in card
-    assert "unknown: its files name none" in card
-    assert '"num_speculative_tokens": 3' in card and "Not run where this was exported." in card
-    record = json.loads((tmp_path / "out" / "slipstream.json").read_text())
-    assert record["step"] == 12 and record["self_test"]["equal_drafts"] == record["self_test"]["drafts"]
-    assert record["spec"]["name"] == "tiny"
-
-
-def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Path) -> None:
-    flags = ["--to", "vllm", "--output", str(tmp_path / "out"), "--without-self-test"]
-    assert main(["export", f"{source.run}@12", *flags]) == 0
-    assert "**Left out** (`--without-self-test`)" in (tmp_path / "out" / "README.md").read_text()
-    assert json.loads((tmp_path / "out" / "slipstream.json").read_text())["self_test"] is None
-
-
-@pytest.mark.parametrize(
-    ("head", "licence"),
-    [
-        ("---\nlicense: apache-2.0\n---\n", "apache-2.0"),
-        ("# A model\nlicense: no\n", None),
-        ("---\ntags: []\n---\n", None),
-    ],
-)
-def test_licence(head: str, licence: str | None, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(head)
-    assert read_licence(TargetFiles(tmp_path, weights=(), descriptions=(), revision=None)) == licence
-
-
-@pytest.mark.parametrize("licence", ["apache-2.0", None])
-def test_licence_in_a_gguf_needs_no_library(
-    licence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    pairs = [("general.architecture", "llama")] + ([("general.license", licence)] if licence else [])
-    words = [text for pair in pairs for text in pair]
-    lengths = [struct.pack("<Q", len(text)) + text.encode() for text in words]
-    body = b"".join(key + struct.pack("<I", 8) + value for key, value in zip(lengths[::2], lengths[1::2], strict=True))
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
-    assert read_licence(TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)) == licence
 
 
 def test_import_says_what_a_recipe_needs(
@@ -435,74 +357,3 @@ def test_a_low_accepted_length_is_said(
     with caplog.at_level(logging.WARNING):
         found = run_self_test(reader, as_module(source.config, source.weights), exports["sglang"], ("Why?",))
     assert ("accepted_length_is_low" in caplog.text) == (found.accepted_length < 1.1)
-
-
-# ---- whole or not at all
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from drafter_trainer.formats.new_directory import new_directory
-renames = 0
-rename = Path.rename
-def counted(self, target):
-    global renames
-    renames += 1
-    if renames == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return rename(self, target)
-Path.rename = counted
-with new_directory(Path(sys.argv[1]), replace=True) as directory:
-    (directory / "part").write_text("new")
-    if sys.argv[2] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def killed(path: Path, when: int) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.run([sys.executable, "-P", "-c", KILLED, str(path), str(when)], env=environment, timeout=60)
-    assert child.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("when", [0, 1])
-def test_kill_leaves_no_half_directory(when: int, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    killed(path, when)
-    assert not path.exists()
-    assert [entry.name.split(".")[1] for entry in tmp_path.iterdir()] == ["unfinished-out"]
-    with new_directory(path, replace=False) as directory:
-        (directory / "part").write_text("whole")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("when", [0, 1, 2])
-def test_kill_while_replacing_loses_nothing(when: int, tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.mkdir()
-    (path / "part").write_text("old")
-    killed(path, when)
-    # Killed between the two renames, the old one waits under its other name until the next export.
-    with pytest.raises(RuntimeError), new_directory(path, replace=True):
-        raise RuntimeError
-    assert (path / "part").read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_full_disk_is_said_in_words(source: Source, tmp_path: Path) -> None:
-    """A limit on the size of files is refused by the kernel as a full disk is, but for the number of the error."""
-    code = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from drafter_trainer.cli import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    flags = ["export", str(source.run), "--to", "vllm", "--output", str(tmp_path / "out"), "--without-self-test"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.run(
-        [sys.executable, "-P", "-c", code, *flags], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert child.returncode == 3, child.stderr
-    assert "out could not be written: File too large" in child.stderr and "Traceback" not in child.stderr
-    assert not list(tmp_path.iterdir())

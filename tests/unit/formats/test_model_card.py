@@ -1,0 +1,67 @@
+"""The card beside an export says what it was made from, what was measured and whose licence holds."""
+
+import json
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafter_trainer.cli import main
+from drafter_trainer.formats.export import export
+from drafter_trainer.formats.model_card import read_licence
+from slipstream.target_files import TargetFiles
+from tests.unit.formats.conftest import Source, make_plan
+
+
+def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
+    report = {"settings": {"device": "cpu"}, "results": {"trained": {"all": {"prompts": 3, "accepted_length": 2.5}}}}
+    (tmp_path / "eval.json").write_text(json.dumps(report))
+    run = shutil.copytree(source.run, tmp_path / "run", symlinks=True)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "seconds": 10}}\n' for n in range(12)))
+    checkpoint = run / "checkpoints" / source.checkpoint.name
+    export(make_plan(source, tmp_path / "out", "vllm", checkpoint=checkpoint, evaluation=tmp_path / "eval.json"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model: owner/target" in card
+    assert "12 of 24 steps, 1,536 tokens, 2.0 minutes of steps" in card
+    assert "| trained | all | 3 | 2.500 |" in card
+    assert "unknown: its files name none" in card
+    assert '"num_speculative_tokens": 3' in card and "Not run where this was exported." in card
+    record = json.loads((tmp_path / "out" / "slipstream.json").read_text())
+    assert record["step"] == 12 and record["self_test"]["equal_drafts"] == record["self_test"]["drafts"]
+    assert record["spec"]["name"] == "tiny"
+
+
+def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Path) -> None:
+    flags = ["--to", "vllm", "--output", str(tmp_path / "out"), "--without-self-test"]
+    assert main(["export", f"{source.run}@12", *flags]) == 0
+    assert "**Left out** (`--without-self-test`)" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "slipstream.json").read_text())["self_test"] is None
+
+
+@pytest.mark.parametrize(
+    ("head", "licence"),
+    [
+        ("---\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        ("# A model\nlicense: no\n", None),
+        ("---\ntags: []\n---\n", None),
+    ],
+)
+def test_licence(head: str, licence: str | None, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(head)
+    assert read_licence(TargetFiles(tmp_path, weights=(), descriptions=(), revision=None)) == licence
+
+
+@pytest.mark.parametrize("licence", ["apache-2.0", None])
+def test_licence_in_a_gguf_needs_no_library(
+    licence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    pairs = [("general.architecture", "llama")] + ([("general.license", licence)] if licence else [])
+    words = [text for pair in pairs for text in pair]
+    lengths = [struct.pack("<Q", len(text)) + text.encode() for text in words]
+    body = b"".join(key + struct.pack("<I", 8) + value for key, value in zip(lengths[::2], lengths[1::2], strict=True))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
+    assert read_licence(TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)) == licence
