@@ -6,7 +6,8 @@ A combination is recorded when it first comes, in a fraction of a second; once t
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class ForwardGraphs:
         """By layer; every recording leaves its own here, so that their memory is the same."""
         # One stream for all: memory of one stream is not reused by another, and a recording holds what it needed.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._refused = False
 
     def run(
@@ -133,11 +134,26 @@ class ForwardGraphs:
         del outputs
         graph = torch.cuda.CUDAGraph()
         # Other threads go on to use CUDA: a new stream's memory may be locked meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with self._left_clean(), recording:
             for layer, output in self._run(documents, self._tokens, self._positions, layer_ids).items():
                 self._outputs[layer].copy_(output)
-        self._pool = graph.pool()
         return _Recording(graph, documents.cumulative_lengths)
+
+    @contextmanager
+    def _left_clean(self) -> Iterator[None]:
+        """Where a recording is cut short, torch stays on its stream, and its allocator keeps all memory that a copy on
+        another stream has read until the recording ends, which it never does: every pack would be a leak."""
+        computing = torch.cuda.current_stream(self._device)
+        try:
+            yield
+        except RuntimeError:
+            torch.cuda.set_stream(computing)
+            internals: Any = torch._C
+            with suppress(RuntimeError):  # it was ended after all
+                internals._cuda_endAllocateToPool(computing.device_index, self._pool)
+                internals._cuda_releasePool(computing.device_index, self._pool)
+            raise
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

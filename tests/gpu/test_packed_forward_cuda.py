@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from target_server.attention import ONE_CALL
+from target_server.attention import ONE_CALL, per_document
 from target_server.forward import PackedForward
+from target_server.forward_graphs import ForwardGraphs
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
 from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
@@ -116,3 +118,31 @@ def test_packs_lie_in_their_slots_while_the_next_is_computed(compiled: bool, tmp
                 assert torch.equal(view_tensor(slot, tensor), expected[tensor.name].cpu())
     assert len(engine.ledger.lease(name, Ask(1, 4)).leases) == 4
     engine.close()
+
+
+def test_a_recording_cut_short_leaves_nothing_behind() -> None:
+    """What waits for the device cannot be recorded. Packs go on; memory comes back once the copying stream has read it."""
+    device = torch.device("cuda", 0)
+
+    def run(_documents: object, tokens: Tensor, _positions: object, _layers: object) -> dict[int, Tensor]:
+        return {0: torch.full((len(tokens), 64), float(tokens.sum().item()), device=device)}
+
+    graphs = ForwardGraphs(256, device, per_document, run)
+    tokens, computing = torch.arange(256), torch.cuda.current_stream()
+    assert graphs.run(tokens, tokens, (256,), (0,)) is None
+    assert torch.cuda.current_stream() == computing
+    assert graphs.run(tokens, tokens, (256,), (0,)) is None, "refused once, refused for good"
+    copies, states_bytes = torch.cuda.Stream(), 4 << 20
+
+    def active() -> int:
+        return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+    before = active()
+    for _ in range(50):
+        states = torch.zeros(states_bytes // 4, device=device)
+        copies.wait_stream(computing)
+        states.record_stream(copies)
+        del states
+        torch.cuda.synchronize()
+    assert active() - before < 4 * states_bytes
+    torch.cuda.empty_cache()
