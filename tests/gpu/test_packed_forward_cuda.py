@@ -121,7 +121,7 @@ def test_packs_lie_in_their_slots_while_the_next_is_computed(compiled: bool, tmp
 
 
 def test_a_recording_cut_short_leaves_nothing_behind() -> None:
-    """What waits for the device cannot be recorded. Packs go on; memory comes back once the copying stream has read it."""
+    """What waits for the device cannot be recorded. Packs go on, and what copies have read comes back."""
     device = torch.device("cuda", 0)
 
     def run(_documents: object, tokens: Tensor, _positions: object, _layers: object) -> dict[int, Tensor]:
