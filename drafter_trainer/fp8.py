@@ -39,8 +39,8 @@ _SMALLEST_MAXIMUM = 1e-30
 _HEAD_ROWS_AT_ONCE = 4096
 _FORWARD_TOO = ".mlp."
 OWN_ROUNDING = False
-"""Gradients are rounded by our own kernel; off until a GPU has run and measured it. The compiler's takes a twentieth of a
-step longer at the size of Qwen3-8B."""
+"""Gradients are rounded by our own kernel; off until a GPU has run and measured it. The compiler's takes a twentieth of
+a step longer at the size of Qwen3-8B."""
 _REMEDY = "Train without: --set train.fp8=false"
 
 _log = logging.getLogger(__name__)
