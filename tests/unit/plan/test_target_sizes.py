@@ -101,6 +101,21 @@ def test_a_hub_name_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "nobody/nothing" in refused.value.message and "--target-config" in refused.value.remedy
 
 
+def test_what_the_hub_cache_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    commit = "0" * 40
+    write_config(tmp_path / "models--some--model")
+    model = tmp_path / "models--some--model"
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "config.json").rename(model / "snapshots" / commit / "config.json")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    assert target_sizes(TargetSpec(model="some/model")) == EXPECTED
+
+
 def text_of(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
