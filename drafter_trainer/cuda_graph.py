@@ -84,7 +84,7 @@ class _Recorded:
                 reason=Reason.ENVIRONMENT_UNSUPPORTED,
                 remedy="Set train.cuda_graphs = false; every kernel is then launched by itself.",
             ) from error
-        log_event(_log, "info", "step_recorded", part=str(key), gpu_gigabytes=_reserved_gigabytes())
+        log_event(_log, "info", "step_recorded", part=str(key), reserved_mib=torch.cuda.memory_reserved() >> 20)
 
     def replay(self, inputs: Inputs) -> Tensor:
         for name, tensor in inputs.items():
@@ -126,7 +126,3 @@ def _obstacle(spec: RunSpec, device: torch.device) -> str | None:
     if spec.optimizer.kind != "adamw":
         return f"{spec.optimizer.kind} takes its learning rate from the host"
     return None
-
-
-def _reserved_gigabytes() -> float:
-    return round(torch.cuda.memory_reserved() / 1e9, 2)

@@ -111,7 +111,7 @@ def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool, by_ha
         "checkpoint": standing.last_checkpoint and str(standing.last_checkpoint),
     }
     if torch.cuda.is_available():
-        facts["peak_gpu_gigabytes"] = round(torch.cuda.max_memory_reserved() / 1e9, 2)
+        facts["peak_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
     if standing.next_step == standing.total_steps:
         log_event(_log, "info", "run_finished", **facts)
         return "finished"
