@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from drafter_trainer import flex_policy
 from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets, draw_anchors
-from drafter_trainer.block_mask import build_block_attention
+from drafter_trainer.block_mask import build_block_attention, list_tiles, visible_intervals
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.drafter_config import FULL, SLIDING
 from drafter_trainer.loss import drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.objectives import SlotInput, slot_statistics
 from drafter_trainer.slot_weights import decay_weights
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -195,6 +196,45 @@ def test_the_compiled_loss_is_as_exact_as_plain_pytorch(dtype: torch.dtype, sche
     error = (rows.grad.double() - exact).norm()
     plain_error = (plain_gradient(hidden, head, targets, weights / step_weight).double() - exact).norm()
     assert error <= 1.2 * plain_error
+
+
+@pytest.mark.parametrize("tokens", [512, 9_600, 40_960])
+def test_tile_lists_are_the_same_compiled(tokens: int) -> None:
+    """A handful of tiles, a number that no kernel likes (83), and those of a long pack (384): torch 2.11 could not
+    compile a prefix sum over so many."""
+    pack = packed([tokens // 3, tokens // 5, tokens - tokens // 3 - tokens // 5], tokens)
+    anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], 512 if tokens > 20_000 else 64, 0, 0)
+    block, positions = 16, pack["position_ids"]
+    queries = len(anchors.valid) * block
+
+    def tiles(anchors: Anchors, positions: Tensor) -> tuple[Tensor, ...]:
+        return tuple(list_tiles(visible_intervals(anchors, positions, block), tokens, queries))
+
+    compiled = flex_policy.compile_owned(tiles, name="tiles", graphs=1)
+    found, expected = compiled(anchors.to(CUDA), positions.to(CUDA)), tiles(anchors, positions)
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_the_compiled_guess_is_the_first_largest_column(soft_cap: float | None) -> None:
+    """It is found by comparing every logit with the largest, both computed from what the head's product left."""
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(30_011, 256, generator=generator).to(CUDA, torch.bfloat16)
+    head[20_000:20_100] = head[:100]  # equal logits
+    hidden = head[torch.randint(0, 20_100, (112,), generator=generator)] * 0.3
+    hidden[0] = 0.0
+    logits = (hidden @ head.t()).float()
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    first = (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+
+    def correct(hidden: Tensor, labels: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        statistics = slot_statistics(SlotInput(hidden, labels, None), head, soft_cap, {"cross_entropy": 1.0}, 3.0)
+        return statistics.correct, statistics.gradient_of(torch.ones(len(labels), device=CUDA))
+
+    compiled = flex_policy.compile_owned(correct, name="guess", graphs=1)
+    found, _ = compiled(hidden, first, head)
+    assert found.float().mean() > 0.97, "but for products that round otherwise"
+    assert not compiled(hidden, (first + 1) % len(head), head)[0].any()
 
 
 def plain_gradient(hidden: Tensor, head: Tensor, targets: BlockTargets, weights: Tensor) -> Tensor:
