@@ -97,7 +97,7 @@ class TargetLink:
         self._lock = threading.RLock()
         self._seen_reconnects = 0
         self._must_rejoin = False
-        self._sought_step = 0
+        self._next_commit = 0
         self._reader: PayloadReader | None = None
         self._layer_ids: tuple[int, ...] = ()
         self._incarnation = 0
@@ -271,19 +271,20 @@ class TargetLink:
 
     def _commit(self, step: int) -> None:
         with self._lock:
-            if step < self._sought_step:
-                # The seek after a lost connection has counted it as committed already.
-                return
-            try:
-                request = pb.CommitStepRequest(subscription=self.subscription, incarnation=self._incarnation, step=step)
-                response = self._client.commit_step(request)
-            except SlipstreamError as error:
-                if error.reason is not Reason.SUBSCRIPTION_UNKNOWN:
-                    raise
-                # The server came back without its ledger. The feeder subscribes and seeks anew, past this step.
-                self._must_rejoin = True
-                return
-            self._note_quarantined(response.quarantined_sequence_numbers)
+            # Usually this one step. None after a lost connection, if the seek has counted it as committed already; and
+            # first the one before, if that was given up while the target was away.
+            for each in range(self._next_commit, step + 1):
+                request = pb.CommitStepRequest(subscription=self.subscription, incarnation=self._incarnation, step=each)
+                try:
+                    response = self._client.commit_step(request)
+                except SlipstreamError as error:
+                    if error.reason is not Reason.SUBSCRIPTION_UNKNOWN:
+                        raise
+                    # The server came back without its ledger. The feeder subscribes and seeks anew, past this step.
+                    self._must_rejoin = True
+                    return
+                self._next_commit = each + 1
+                self._note_quarantined(response.quarantined_sequence_numbers)
 
     @contextmanager
     def incarnation_held(self) -> Iterator[int]:
@@ -347,7 +348,7 @@ class TargetLink:
         )
         self._run.claim(response.incarnation, self._trainer)
         self._incarnation = response.incarnation
-        self._sought_step = next_step
+        self._next_commit = next_step
         self._seen_reconnects = self._client.reconnects
 
     def _note_quarantined(self, sequence_numbers: Sequence[int]) -> None:

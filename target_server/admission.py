@@ -145,7 +145,7 @@ def check_skipped(record: SubscriptionRecord, steps: int) -> None:
 
 
 def check_commit(step: int, subscription: Subscription) -> None:
-    """Only what was handed out can have been trained.
+    """Only what was handed out can have been trained, and no step comes before the one that precedes it.
 
     Raises:
         SlipstreamError: SPEC_INVALID.
@@ -160,6 +160,12 @@ def check_commit(step: int, subscription: Subscription) -> None:
             f"before {subscription.fresh} were handed out.",
             reason=Reason.SPEC_INVALID,
             remedy="Commit a step once its packs are read and confirmed; seek after the connection was lost.",
+        )
+    if step > subscription.record.next_step:
+        raise SlipstreamError(
+            f"Step {step} of {name} cannot be done: step {subscription.record.next_step} is not committed.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Commit the steps in order; what is committed already may be committed again.",
         )
 
 

@@ -353,18 +353,19 @@ class LeaseLedger:
     def commit(self, name: str, incarnation: int, step: int) -> list[int]:
         """Step `step` is applied. Idempotent. Returns the run's quarantined packs.
 
-        A step before the incarnation's first is part of the weights it began with, and is not written again.
+        Steps are written in order, each once, so what the ledger holds of an incarnation has no gap. A step before its
+        first is part of the weights it began with, and is not written.
 
         Raises:
             SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN; SPEC_INVALID for a step whose packs
-                were not handed out.
+                were not handed out, or one that is not the next.
         """
         book = self._book
         with book.lock:
             subscription = book.current(name, incarnation)
             admission.check_commit(step, subscription)
             book.touch(subscription)
-            if step >= subscription.first_step:
+            if step == subscription.record.next_step:
                 book.journal.commit(subscription.record, step, subscription.packs_of(step))
                 for lease in subscription.complete_step(step):
                     book.end(lease)

@@ -135,8 +135,6 @@ class Subscription:
     def rewind(self) -> None:
         """Start over at the first uncommitted step: whatever was on the way is undelivered again."""
         self.restored = False
-        self.first_step = self.record.next_step
-        """Steps before it were part of the weights when this incarnation began, or are committed."""
         self._fresh = self.cursor
         self._horizon = self._fresh
         self.leased: dict[int, Lease] = {}

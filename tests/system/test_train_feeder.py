@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.channel import TargetClient
+from slipstream.wire.channel import TargetClient, WaitInterruptedError
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
 
@@ -230,6 +230,23 @@ def test_a_newer_trainer_ends_the_older_feeder(
     assert take(newer_source, 1) == [[0]]
     newer.commit(0)
     newcomer.close()
+
+
+def test_a_commit_that_was_given_up_goes_before_the_next(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, source = desk.start("given-up", "train.max_steps=5")
+
+    def told_to_stop(_request: object) -> None:
+        raise WaitInterruptedError()
+
+    assert take(source, 2) == [[0], [1]]
+    with monkeypatch.context() as away:
+        away.setattr(desk.client, "commit_step", told_to_stop)
+        with pytest.raises(WaitInterruptedError):
+            link.commit(0)
+    link.commit(1)
+    stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
+    ours = next(entry for entry in stats.subscriptions if entry.subscription == link.subscription)
+    assert ours.packs_committed == 2
 
 
 def test_a_stop_ends_the_wait(desk: Desk) -> None:

@@ -95,6 +95,21 @@ def test_a_step_before_the_incarnation_is_not_committed_by_it(desk: LedgerDesk) 
     assert desk.get(name, incarnation) == [5]
 
 
+def test_steps_are_committed_in_order(desk: LedgerDesk) -> None:
+    """So that the ledger proves the order, too: what it holds of an incarnation never had a gap."""
+    name, incarnation = desk.join("a", packs_per_step=2)
+    for _ in range(3):
+        desk.get(name, incarnation, packs=2)
+    desk.ledger.commit(name, incarnation, 0)
+    with refused(Reason.SPEC_INVALID):
+        desk.ledger.commit(name, incarnation, 2)
+    for step in (0, 1, 0, 2):
+        desk.ledger.commit(name, incarnation, step)
+    report = lineage_report(desk.store.path, "a")
+    assert report.exactly_once, report
+    assert (report.steps_committed, report.steps_discarded, report.next_sequence_number) == (3, 0, 6)
+
+
 @pytest.mark.parametrize(
     "to, words",
     [
