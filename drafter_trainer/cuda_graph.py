@@ -3,10 +3,10 @@
 A recorded function computes on the memory that it was recorded with: inputs are copied there, the output is overwritten
 by the next call. It must wait for nothing on the host, and read nothing there that changes.
 
-Nothing else in a trainer touches that memory. The warm-up records every function, before the feeder starts. Replays, the
-copies of their inputs and outputs, noise and learning rate all go to the computing stream, in the order of the calls. A
-pack's memory is reused once that stream has read it (`DeviceCopy.hand_over`); a checkpoint's copies wait for the step
-before them, and the next replay for the copies (`HostCopy.take`). Weights and state are changed in place, never replaced.
+Nothing else in a trainer touches that memory. The warm-up records every function, before the feeder starts. Replays,
+the copies of their inputs and outputs, noise and learning rate all go to the computing stream, in the order of the
+calls. A pack's memory is reused once that stream has read it (`DeviceCopy.hand_over`); a checkpoint's copies wait for
+the step before them, and the next replay for the copies (`HostCopy.take`). Weights and state are changed in place.
 """
 
 import logging
