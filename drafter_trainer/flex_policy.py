@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import threading
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
 from slipstream.compile_guards import MINIMUM_TORCH, disabling_variables, guards_of, torch_release
+from slipstream.compiled_code import compiled_graphs, with_own_code
 from slipstream.errors import SlipstreamError
 from slipstream.gpu_limits import gpu_limits
 from slipstream.machine_probe import package_version
@@ -194,8 +194,7 @@ def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callab
     def owned(*args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
 
-    code = owned.__code__.replace(co_name=f"slipstream_{name}")
-    own_code = types.FunctionType(code, owned.__globals__, name, owned.__defaults__, owned.__closure__)
+    own_code = with_own_code(owned, name)
     wanted: dict[str, Any] = {"recompile_limit": graphs, "isolate_recompiles": True}
     offered = inspect.signature(torch.compile).parameters
     options = {key: value for key, value in wanted.items() if key in offered}
@@ -241,11 +240,6 @@ class CompilationFreeze:
 def graphs_declared() -> dict[str, int]:
     """What this process means to compile: `graphs` of every `compile_owned`, by name."""
     return dict(_declared)
-
-
-def compiled_graphs() -> int:
-    """Graphs that Dynamo has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -21,9 +21,10 @@ from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.drafter import INITIAL_STD
-from drafter_trainer.flex_policy import CompilationFreeze, compiled_graphs, graphs_declared
+from drafter_trainer.flex_policy import CompilationFreeze, graphs_declared
 from drafter_trainer.gradient_check import GradientCheck
 from drafter_trainer.step import TrainingStep
+from slipstream.compiled_code import compiled_graphs
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch import nn
 
+from slipstream.compiled_code import with_own_code
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.attention import AttentionTraits
@@ -45,7 +45,6 @@ class CompiledLayers:
             if kind not in kinds:
                 kinds[kind] = compile_layer(type(layer), f"{type(layer).__name__}_{len(kinds)}", backend)
             self._forwards.append((layer, kinds[kind]))
-        self.num_kinds = len(kinds)
 
     @contextmanager
     def in_place(self, *, frozen: bool) -> Iterator[None]:
@@ -80,9 +79,8 @@ def compile_layer(layer_class: type[nn.Module], name: str, backend: str) -> Laye
     def forward(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
         return original(layer, *arguments, **named)
 
-    code = forward.__code__.replace(co_name=f"slipstream_{name}")
-    own = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
-    compiled: LayerForward = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    own_code = with_own_code(forward, name)
+    compiled: LayerForward = torch.compile(own_code, fullgraph=True, dynamic=False, backend=backend)
     return compiled
 
 
@@ -94,8 +92,3 @@ def kind_of(layer: nn.Module, traits: Mapping[int, AttentionTraits]) -> Hashable
         tuple((name, type(module), traits.get(id(module))) for name, module in layer.named_modules()),
         tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
     )
-
-
-def compiled_graphs() -> int:
-    """Graphs that torch has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -98,7 +98,8 @@ class PackedForward:
         if self._backend is None or rows in self._compiled:
             return 0
         # Here, because it loads the compiler, for which a server without one would wait two seconds.
-        from target_server.compiled_layers import CompiledLayers, compiled_graphs
+        from slipstream.compiled_code import compiled_graphs
+        from target_server.compiled_layers import CompiledLayers
 
         before = compiled_graphs()
         compiled = CompiledLayers(list(self._layers), self._traits, self._backend)

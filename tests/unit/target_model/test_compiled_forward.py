@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.compiled_code import compiled_graphs
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
 from target_server.attention import per_document
-from target_server.compiled_layers import compiled_graphs
 from target_server.forward import PackedForward, WrongResultError
 from target_server.forward_graphs import ForwardGraphs, cumulative_lengths
 from target_server.target_model import TargetModel, choose_backend
