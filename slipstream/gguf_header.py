@@ -17,8 +17,12 @@ _LONGEST_TEXT = 1 << 27
 _MOST_DIMENSIONS = 8
 
 
+class ArrayLength(int):
+    """Of an array, how many values it has; never to be taken for a value."""
+
+
 class GgufHeader:
-    """`values`: scalars and texts by key; of an array its length only. `shapes`: of tensors, innermost first."""
+    """`values`: scalars and texts by key; of an array an ArrayLength. `shapes`: of tensors, innermost first."""
 
     def __init__(self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
         self.values = values
@@ -34,7 +38,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _read(file)
-    except (OSError, ValueError, struct.error, UnicodeDecodeError, KeyError) as error:
+    except (OSError, ValueError, struct.error, KeyError, OverflowError) as error:
         raise model_error(
             f"{path} cannot be read as a GGUF file: {error}.", "Copy or download it again, or name another file."
         ) from error
@@ -67,13 +71,14 @@ def _value(file: BinaryIO, kind: int) -> Any:
         return _text(file)
     if kind != _ARRAY:
         return _number(file, _FORMATS[kind])
+    # A list for every layer, say; nobody here needs its values.
     inner, length = _number(file, "<I"), _number(file, "<Q")
     if inner == _STRING:
         for _ in range(length):
             file.seek(_number(file, "<Q"), 1)
     else:
         file.seek(length * struct.calcsize(_FORMATS[inner]), 1)
-    return length
+    return ArrayLength(length)
 
 
 def _text(file: BinaryIO) -> str:

@@ -17,6 +17,10 @@ from slipstream.plan.sizes import TILE, RunSizes
 
 _ANCHOR_MULTIPLE = 8
 _LEAST_PREFETCH = 2
+_MOST_TRIED = 10_000
+"""Combinations, about half a second."""
+_ALL_TRIED = 16
+"""Of a drafter of at most so many layers, every smaller number is a setting."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Fit:
 def nearest_fit(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> Fit | None:
     """The cheapest changes with which the run fits; None where none of the grid does.
 
+    Where very many are cheaper, the cheapest of a coarse grid: each setting as it is, in the middle, or at its end.
+
     Args:
         sizes: as the recipe has them.
         limit_bytes: what the run may use of the device.
@@ -50,22 +56,31 @@ def nearest_fit(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> Fit | N
     extremes = itertools.product(*((knob[0], knob[-1]) for knob in knobs))
     if all(_peak(sizes, changes, device_bytes) > limit_bytes for changes in extremes):
         return None
-    # From cheap to dear, so that the first that fits is the nearest: levels of all knobs, one step at a time.
+    cheap_first = itertools.islice(_from_cheap_to_dear(knobs), _MOST_TRIED)
+    coarse = [sorted({0, len(knob) // 2, len(knob) - 1}) for knob in knobs]
+    coarse_first = _from_cheap_to_dear(
+        [[knob[level] for level in levels] for knob, levels in zip(knobs, coarse, strict=True)]
+    )
+    for price, changes in itertools.chain(cheap_first, coarse_first):
+        peak = _peak(sizes, changes, device_bytes)
+        if peak <= limit_bytes:
+            return Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+    return None
+
+
+def _from_cheap_to_dear(knobs: list[list[Change]]) -> Iterator[tuple[float, tuple[Change, ...]]]:
+    """All combinations with their prices, so that the first that fits is the nearest."""
     start = (0,) * len(knobs)
     waiting, seen = [(0.0, start)], {start}
     while waiting:
         price, levels = heapq.heappop(waiting)
-        changes = tuple(knob[level] for knob, level in zip(knobs, levels, strict=True))
-        peak = _peak(sizes, changes, device_bytes)
-        if peak <= limit_bytes:
-            return Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+        yield price, tuple(knob[level] for knob, level in zip(knobs, levels, strict=True))
         for index, knob in enumerate(knobs):
             level = levels[index] + 1
             further = (*levels[:index], level, *levels[index + 1 :])
             if level < len(knob) and further not in seen:
                 seen.add(further)
                 heapq.heappush(waiting, (price + knob[level].price - knob[level - 1].price, further))
-    return None
 
 
 def single_fits(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> list[Fit]:
@@ -121,7 +136,9 @@ def _layers(sizes: RunSizes) -> Iterator[Change]:
     yield _as_it_is()
     if sizes.layers_are_named:
         return
-    for fewer in range(sizes.num_layers - 1, 0, -1):
+    now = sizes.num_layers
+    every = range(1, now) if now <= _ALL_TRIED else {1, 2, 4, 8} | {now * share // 16 for share in range(1, 16)}
+    for fewer in sorted(every, reverse=True):
         settings = (f"drafter.num_layers={fewer}", f"drafter.num_features={sizes.num_features}")
         yield _change(settings, 8.0 * math.log2(sizes.num_layers / fewer), {"num_layers": fewer})
 

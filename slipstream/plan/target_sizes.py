@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.gguf_header import read_gguf_header
+from slipstream.gguf_header import ArrayLength, read_gguf_header
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -24,6 +24,7 @@ _NUMBERS = (
     "tie_word_embeddings",
 )
 _EXAMPLE = ",".join(f"{name}=…" for name in _NUMBERS)
+_LARGEST = 1 << 31
 
 
 def target_sizes(spec: TargetSpec, given: str | None = None) -> TargetSizes:
@@ -39,14 +40,12 @@ def target_sizes(spec: TargetSpec, given: str | None = None) -> TargetSizes:
     """
     if given is not None and "=" in given:
         return sizes_of_numbers(given)
-    path = Path(given if given is not None else spec.model).expanduser()
-    if path.is_dir():
-        path = _file_of(path)
-    if path.is_file():
-        return _sizes_of_file(path)
+    path = _on_disk(given if given is not None else spec.model)
+    if path is not None:
+        return _sizes_of_file(_file_of(path) if path.is_dir() else path)
     if given is not None:
         raise model_error(
-            f"--target-config names {given}, which does not exist.",
+            f"--target-config names {given!r}, which does not exist as a file or directory.",
             f"Name a config.json, a .gguf file or a model directory, or give numbers: {_EXAMPLE}",
         )
     return _sizes_of_file(_config_of_hub(spec))
@@ -65,10 +64,12 @@ def sizes_of_numbers(text: str) -> TargetSizes:
             raise _numbers_error(f"--target-config: {name!r} is no size of a target.")
         if name == "tie_word_embeddings" and value in ("true", "false"):
             values[name] = value == "true"
-        elif value.isdecimal() and int(value) > 0:
+        elif value.isdecimal() and len(value) <= len(str(_LARGEST)) and _is_size(int(value)):
             values[name] = int(value)
         else:
-            raise _numbers_error(f"--target-config: {name} is {value!r}, which is no positive number.")
+            raise _numbers_error(
+                f"--target-config: {name} is {value!r}, which is no positive number, or above {_LARGEST}."
+            )
     values["num_hidden_layers"] = values.pop("num_layers", None)
     return sizes_of_config({name: value for name, value in values.items() if value is not None}, "--target-config")
 
@@ -81,13 +82,17 @@ def sizes_of_config(config: Mapping[str, Any], where: str) -> TargetSizes:
     """
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else config
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in needed if not isinstance(text.get(name), int)]
+    missing = [name for name in needed if text.get(name) is None]
     if missing:
-        raise model_error(
-            f"{where} does not say {', '.join(missing)}.",
-            f"Give the sizes as numbers: --target-config {_EXAMPLE}",
-        )
+        raise _no_sizes(f"{where} does not say {', '.join(missing)}.")
     heads = text["num_attention_heads"]
+    given = {name: text[name] for name in (*needed, "num_key_value_heads", "head_dim") if text.get(name) is not None}
+    wrong = [f"{name} = {_shown(value)}" for name, value in given.items() if not _is_size(value)]
+    if wrong:
+        raise _no_sizes(f"{where} says {', '.join(wrong)}; expected one number from 1 to {_LARGEST} for all layers.")
+    head_dim = given.get("head_dim") or text["hidden_size"] // heads
+    if not head_dim:
+        raise _no_sizes(f"{where} says hidden_size = {text['hidden_size']} and num_attention_heads = {heads}, no head.")
     # Gemma's configurations leave it out, and mean yes; those of the others, and mean no.
     tied = text.get("tie_word_embeddings", str(text.get("model_type", "")).startswith("gemma"))
     return TargetSizes(
@@ -95,8 +100,8 @@ def sizes_of_config(config: Mapping[str, Any], where: str) -> TargetSizes:
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        num_key_value_heads=given.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
         vocab_size=text["vocab_size"],
         tie_word_embeddings=bool(tied),
     )
@@ -124,6 +129,28 @@ def sizes_of_gguf(path: Path) -> TargetSizes:
     return sizes_of_config(config, str(path))
 
 
+def _on_disk(text: str) -> Path | None:
+    """The file or directory of this name; None where there is none, or no path can be so."""
+    try:
+        path = Path(text).expanduser()
+        return path if text and (path.is_dir() or path.is_file()) else None
+    except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, of a user that there is not
+        return None
+
+
+def _is_size(value: object) -> bool:
+    """Neither true, nor the length of a GGUF array."""
+    return type(value) is int and 0 < value <= _LARGEST
+
+
+def _shown(value: object) -> str:
+    return f"a list of {int(value)}" if isinstance(value, ArrayLength) else f"{value!r:.40}"
+
+
+def _no_sizes(message: str) -> SlipstreamError:
+    return model_error(message, f"Give the sizes as numbers: --target-config {_EXAMPLE}")
+
+
 def _file_of(directory: Path) -> Path:
     found = [file for file in (directory / CONFIG, *sorted(directory.glob("*.gguf"))) if file.is_file()]
     if not found:
@@ -140,7 +167,7 @@ def _sizes_of_file(path: Path) -> TargetSizes:
         return sizes_of_gguf(path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise model_error(f"{path} is not JSON: {error}.", "Name a config.json or a .gguf file.") from error
     if not isinstance(config, dict):
         raise model_error(f"{path} holds no JSON object.", "Name the config.json of a model.")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slipstream.plan.gpus import Gpu
 
+_LARGEST_MEMORY = 1 << 50
+_SLOWEST, _FASTEST = 1e-3, 1e6
 _UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 
 
@@ -28,27 +30,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--memory", type=parse_memory, metavar="SIZE", help="of the GPU, 24GiB; default: this machine's first GPU"
     )
-    parser.add_argument("--tflops", type=positive, metavar="N", help="that the trainer achieves; default: assumed")
+    parser.add_argument("--tflops", type=parse_tflops, metavar="N", help="that the trainer achieves; default: assumed")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
 
 
 def parse_memory(text: str) -> int:
     """Bytes, plain or with a unit: `24GiB`, `80 GB`, `512MiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|MB|GB|)", text.strip())
-    size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
-    if size <= 0:
+    size = float(match.group(1)) * _UNITS[match.group(2)] if match else 0.0
+    if not 1 <= size <= _LARGEST_MEMORY:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 80GB or bytes")
-    return size
+    return int(size)
 
 
-def positive(text: str) -> float:
-    """A number above 0."""
+def parse_tflops(text: str) -> float:
+    """TFLOP/s, as a trainer can have them."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    if not _SLOWEST <= value <= _FASTEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {_SLOWEST:g} to {_FASTEST:.0f}")
     return value
 
 

@@ -110,7 +110,9 @@ def test_a_recipe_for_a_cpu_says_what_the_numbers_mean(recipe: str, capsys: pyte
     assert "trains on a CPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", [("--memory", "lots"), ("--memory", "0"), ("--tflops", "-1"), ("--tflops", "nan")])
+@pytest.mark.parametrize(
+    "flag", [("--memory", "lots"), ("--memory", "0"), ("--memory", "9" * 400), ("--tflops", "-1"), ("--tflops", "nan")]
+)
 def test_flags_that_mean_nothing(recipe: str, flag: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as refused:
         planned(recipe, *flag)
