@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
+from slipstream.gpu_limits import FIRST_WITH_FP8
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
@@ -30,8 +31,6 @@ MULTIPLE = 16
 """Every dimension of a product but its rows."""
 SMALLEST_WIDTH = 512
 """Below, rounding and its launches cost what the product gains."""
-FIRST_CAPABILITY = (8, 9)
-"""Ada and Hopper: the first tensor cores with FP8."""
 
 _LARGEST = torch.finfo(FP8).max
 # A tensor of zeros has a scale too.
@@ -294,8 +293,8 @@ def check_capability(capability: tuple[int, int], name: str) -> None:
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED.
     """
-    if capability < FIRST_CAPABILITY:
-        found, first = ".".join(map(str, capability)), ".".join(map(str, FIRST_CAPABILITY))
+    if capability < FIRST_WITH_FP8:
+        found, first = ".".join(map(str, capability)), ".".join(map(str, FIRST_WITH_FP8))
         raise SlipstreamError(
             f"train.fp8 is true, but {name} has compute capability {found}; FP8 products begin with {first}.",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,

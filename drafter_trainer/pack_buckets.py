@@ -8,17 +8,16 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 from torch.nn import functional
 
-BUCKET_MULTIPLE = 128
-"""Edge of an attention tile."""
+from drafter_trainer.block_mask import TILE
 
 _PADDING = {"document_ids": -1}
 
 
 def declared_lengths(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Ascending, each once; every one a positive multiple of 128."""
+    """Ascending, each once; every one a positive multiple of an attention tile's edge."""
     ascending = tuple(sorted(set(lengths)))
     assert ascending, "no pack length is declared"
-    assert all(length > 0 and length % BUCKET_MULTIPLE == 0 for length in ascending), ascending
+    assert all(length > 0 and length % TILE == 0 for length in ascending), ascending
     return ascending
 
 

@@ -11,7 +11,8 @@ LEAST_CAPABILITY: Capability = (8, 0)
 """The first with bfloat16 in its tensor cores, which flex_attention's kernels are tuned for."""
 SMALLEST_HEAD_DIM = 16
 """Edge of a tensor core's tile."""
-_FIRST_WITH_FP8: Capability = (8, 9)
+FIRST_WITH_FP8: Capability = (8, 9)
+"""Ada and Hopper: the first tensor cores with FP8."""
 _SMALL_SHARED_MEMORY = 101_376
 """Of a block, in bytes: GeForce and workstation cards of compute capability 8.6, 8.9 and 12.0."""
 _SMALL_HEAD_DIM = 128
@@ -82,7 +83,7 @@ def gpu_limits(capability: Capability, shared_memory: int | None, release: tuple
     else:
         words.append("head_dim: no limit is known up to 256")
     words.append(
-        "FP8 products (train.fp8): in hardware" if capability >= _FIRST_WITH_FP8 else "FP8 products: none, from 8.9 on"
+        "FP8 products (train.fp8): in hardware" if capability >= FIRST_WITH_FP8 else "FP8 products: none, from 8.9 on"
     )
     if release is not None and release < (2, 14):
         words.append("one thread alone runs compiled code: this torch guards its compiler's state per process")
