@@ -1,4 +1,4 @@
-"""Step ①, second half: a record becomes a conversation, or tokens that were made elsewhere, or a refusal.
+"""① Second half: a record becomes a conversation, or tokens that were made elsewhere, or a refusal.
 
 Layouts, told apart record by record unless the recipe names one:
 `openai` {"messages": [{"role", "content"}], "tools"}, `sharegpt` {"conversations": [{"from", "value"}]},

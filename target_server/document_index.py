@@ -1,4 +1,4 @@
-"""The documents of a data set on disk: built once, resumed where it was broken off, then only mapped.
+"""③ The documents of a data set on disk: built once, resumed where it was broken off, then only mapped.
 
     ROOT/KEY.lock       held while building: a second process waits and then uses what the first has built
     ROOT/KEY.building/  the files of `document_table.py`, and progress.json: up to where they are good

@@ -1,4 +1,4 @@
-"""Step ③ of a pack's path: documents become an endless-by-epochs sequence of packs of a fixed token budget.
+"""③ Documents become an endless-by-epochs sequence of packs of a fixed token budget.
 
 Pack i is a pure function of the documents, the three packing fields and i, on every machine and numpy version:
 1. Epoch e draws one stream of 64-bit numbers: the raw output of Philox-4x64 with the 128-bit key

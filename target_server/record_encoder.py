@@ -1,4 +1,4 @@
-"""Steps ① and ② for a block of records: parsed, split, tokenized, masked, accounted for. A pure function."""
+"""①→② For a block of records: parsed, split, tokenized, masked, accounted for. A pure function."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Step ①, first half: a file of any supported kind becomes numbered records, and reading can go on in the middle.
+"""① First half: a file of any supported kind becomes numbered records, and reading can go on in the middle.
 
 What a file is, its first bytes say, never its name: JSON lines and JSON arrays (both plain or gzip), Parquet, Arrow.
 Records are held one at a time, columnar files in batches of rows.

@@ -1,4 +1,4 @@
-"""Step ② of a pack's path: a conversation becomes token ids and an exact loss mask.
+"""② A conversation becomes token ids and an exact loss mask.
 
 The rendered text is tokenized once, with offsets; the mask follows from characters, never from searching for tokens.
 A token is supervised iff it holds a character of an answer (its content or its end-of-turn token) and no character

@@ -28,6 +28,7 @@ def test_every_step_of_a_pack_is_a_file() -> None:
     rows = re.findall(rf"^\| ([{STEPS}]) .*?\| `([\w/.]+)`", _read("docs/architecture.md"), flags=re.MULTILINE)
     assert "".join(step for step, _ in rows) == STEPS
     assert not [path for _, path in rows if not (ROOT / path).is_file()]
+    assert not [path for step, path in rows if not _read(path).startswith(f'"""{step} ')]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
