@@ -20,8 +20,6 @@ from slipstream.plan.sizes import RunSizes
 MIB = 1 << 20
 GIB = 1 << 30
 
-PHASES = ("forward", "loss", "backward", "optimizer")
-
 OUTSIDE_ALLOCATOR = 820 * MIB
 """CUDA context, loaded kernels, libraries: measured once, a trainer for a 135M target on an H200 held 4770 MiB of the
 card, of which torch had reserved 3948."""

@@ -14,7 +14,6 @@ from drafter_trainer.optimizer import DrafterOptimizer
 from slipstream.plan.cost import checkpoint_bytes, plan_cost, step_flop
 from slipstream.plan.memory import (
     GIB,
-    PHASES,
     chunk_blocks,
     expected_in_warm_up,
     plan_memory,
@@ -29,6 +28,8 @@ SMALL = replace(
     A, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_layers=2,
     num_features=3, vocab_size=512,
 )  # fmt: skip
+
+PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def drafter_of(sizes: RunSizes, device: str) -> DFlashDrafter:
