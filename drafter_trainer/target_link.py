@@ -278,9 +278,10 @@ class TargetLink:
                 try:
                     response = self._client.commit_step(request)
                 except SlipstreamError as error:
-                    if error.reason is not Reason.SUBSCRIPTION_UNKNOWN:
+                    if error.reason not in (Reason.SUBSCRIPTION_UNKNOWN, Reason.LEASE_LOST):
                         raise
-                    # The server came back without its ledger. The feeder subscribes and seeks anew, past this step.
+                    # The server came back without its ledger, or with an older one: its host had a power cut. The
+                    # feeder subscribes and seeks anew, past this step.
                     self._must_rejoin = True
                     return
                 self._next_commit = each + 1

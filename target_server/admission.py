@@ -148,11 +148,18 @@ def check_commit(step: int, subscription: Subscription) -> None:
     """Only what was handed out can have been trained, and no step comes before the one that precedes it.
 
     Raises:
-        SlipstreamError: SPEC_INVALID.
+        SlipstreamError: SPEC_INVALID; LEASE_LOST when only an earlier server process can know.
     """
     name = subscription.record.name
     if step < 0:
         raise SlipstreamError(f"There is no step {step}.", reason=Reason.SPEC_INVALID)
+    if subscription.restored and step > subscription.record.next_step:
+        raise SlipstreamError(
+            f"Step {step} of {name} was handed out by an earlier server process, whose ledger has lost the steps from "
+            f"{subscription.record.next_step} on.",
+            reason=Reason.LEASE_LOST,
+            remedy="Seek: steps before the cursor count as committed.",
+        )
     if not subscription.handed_out(step):
         packs = subscription.packs_of(step)
         raise SlipstreamError(

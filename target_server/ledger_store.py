@@ -61,7 +61,11 @@ _COMMIT = "INSERT OR IGNORE INTO commits VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class LedgerStore:
-    """The open file. Every write is on the disk when the method returns. Used under the ledger's lock only."""
+    """The open file. Used under the ledger's lock only.
+
+    What was written survives the death of the process. Subscriptions and seeks also survive a power cut; of the commits
+    since the last of those, a power cut may take the newest, which the next seek of their run makes good.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or make the file.
@@ -85,7 +89,8 @@ class LedgerStore:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
+            # A full sync costs a trainer milliseconds in every step, and all runs wait for it in turn.
+            connection.execute("PRAGMA synchronous = NORMAL")
             check_schema(connection, self.path, create=True)
         except BaseException:
             connection.close()
@@ -101,7 +106,7 @@ class LedgerStore:
 
     def save(self, record: SubscriptionRecord) -> None:
         """Write the record as it is now."""
-        with _in_words(self.path):
+        with _in_words(self.path), self._transaction(synced=True):
             self._save(record)
 
     def seek(self, record: SubscriptionRecord, before: SubscriptionRecord, skipped: SkippedSteps) -> None:
@@ -119,14 +124,14 @@ class LedgerStore:
             record.first_sequence_number,
             record.terms.packs_per_step,
         )
-        with _in_words(self.path), self._transaction():
+        with _in_words(self.path), self._transaction(synced=True):
             self._connection.executemany(_COMMIT, (_commit_row(before, *each) for each in skipped))
             self._save(record)
             self._connection.execute("INSERT OR REPLACE INTO incarnations VALUES (?, ?, ?, ?, ?)", row)
 
     def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
         """Write that `step` of the present incarnation trained `packs`, except those quarantined. Idempotent."""
-        with _in_words(self.path), self._transaction():
+        with _in_words(self.path), self._transaction(synced=False):
             self._connection.execute(_COMMIT, _commit_row(record, step, packs))
             self._connection.execute(
                 "UPDATE subscriptions SET next_step = max(next_step, ?) WHERE name = ?", (step + 1, record.name)
@@ -159,15 +164,21 @@ class LedgerStore:
         self._connection.execute(f"INSERT OR REPLACE INTO subscriptions ({names}) VALUES ({values})", row)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _transaction(self, *, synced: bool) -> Iterator[None]:
+        """`synced`: all that was ever written is on the disk afterwards, else in the hands of the operating system."""
+        if synced:
+            self._connection.execute("PRAGMA synchronous = FULL")
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
             yield
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:  # a full disk has ended it already
                 self._connection.execute("ROLLBACK")
             raise
+        finally:
+            if synced:
+                self._connection.execute("PRAGMA synchronous = NORMAL")
 
 
 def check_schema(connection: sqlite3.Connection, path: Path, *, create: bool) -> None:

@@ -249,6 +249,27 @@ def test_a_commit_that_was_given_up_goes_before_the_next(desk: Desk, monkeypatch
     assert ours.packs_committed == 2
 
 
+def test_a_commit_to_a_server_with_an_older_ledger_is_made_good_by_a_seek(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    link, source = desk.start("rolled-back", "train.max_steps=9")
+
+    def lost(_request: object) -> None:
+        raise SlipstreamError("injected", reason=Reason.LEASE_LOST)
+
+    assert take(source, 2) == [[0], [1]]
+    with monkeypatch.context() as rolled_back:
+        rolled_back.setattr(desk.client, "commit_step", lost)
+        link.commit(0)
+    assert take(source, 7) == [[step] for step in range(2, 9)]
+    assert "rejoined" in caplog.text
+    link.commit(8)
+    stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
+    ours = next(entry for entry in stats.subscriptions if entry.subscription == link.subscription)
+    assert ours.packs_committed == 9
+
+
 def test_a_stop_ends_the_wait(desk: Desk) -> None:
     link, source = desk.start("stopped", "train.max_steps=100000")
     take(source, 1)

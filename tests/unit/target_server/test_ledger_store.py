@@ -1,5 +1,6 @@
 """The SQLite file: what survives a crash, the proof of the lineage, and files that cannot be used."""
 
+import shutil
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,9 +41,46 @@ def test_a_restart_finds_every_subscription(tmp_path: Path) -> None:
     assert records[closed].closed
     assert desk.open("a", packs_per_step=2) == name
     desk.ledger.commit(name, incarnation, 2)  # trained on packs of the server that is gone
-    with pytest.raises(SlipstreamError, match="cannot be done"):
+    with pytest.raises(SlipstreamError, match="handed out by an earlier server process"):
         desk.ledger.commit(name, incarnation, 4)
     assert desk.get(name, incarnation) == [6], "the incarnation is still current, and goes on where it committed"
+    desk.close()
+
+
+def test_a_commit_that_a_power_cut_took_is_made_good_by_the_next_seek(tmp_path: Path) -> None:
+    path, cut = tmp_path / "ledger.sqlite", tmp_path / "cut.sqlite"
+    desk = LedgerDesk(path)
+    name, incarnation = desk.join("a")
+    for number in range(5):
+        if number == 3:  # what the disk has got
+            for suffix in ("", "-wal"):
+                shutil.copy(f"{path}{suffix}", f"{cut}{suffix}")
+        train(desk, name, incarnation, [number])
+    desk.close()
+
+    desk = LedgerDesk(cut)
+    assert desk.book.subscriptions[name].record.next_step == 3
+    desk.open("a")
+    with pytest.raises(SlipstreamError, match="has lost the steps from 3 on") as caught:
+        desk.ledger.commit(name, incarnation, 5)
+    assert caught.value.reason is Reason.LEASE_LOST
+    train(desk, name, desk.seek(name, 6), [6])
+    report = lineage_report(cut, "a")
+    assert report.exactly_once and report.next_sequence_number == 7, report
+    desk.close()
+
+
+def test_what_is_synced_and_what_is_not(tmp_path: Path) -> None:
+    """A commit must not wait for the disk: all runs' commits wait in turn, and so do their trainers."""
+    desk = LedgerDesk(tmp_path / "ledger.sqlite")
+    statements: list[str] = []
+    desk.store._connection.set_trace_callback(statements.append)
+    name, incarnation = desk.join("a")
+    assert sum("synchronous = FULL" in each for each in statements) == 2, "opened and sought"
+    assert statements[-1] == "PRAGMA synchronous = NORMAL"
+    statements.clear()
+    train(desk, name, incarnation, [0])
+    assert statements and not any("synchronous" in each for each in statements)
     desk.close()
 
 
