@@ -132,6 +132,8 @@ class Mortal:
             append(self._happened, f"{what} at step {step}")
             say(f"{self._plan.name}: {what} at step {step}")
             self.begin(step)
+            if what == REPLACED:
+                self._next = None  # what comes next happens to the other trainer
             return True
 
     def die_if_due(self, what: str, step: int) -> None:
