@@ -42,7 +42,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-self-test", action="store_true", help="do not decode with the files; the model card says so"
     )
-    parser.add_argument("--force", action="store_true", help="replace an existing directory")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,25 +7,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from drafter_trainer.formats.provenance import PROVENANCE
 from slipstream.disk import disk_errors_in_words, sync_directory
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 
 def require_free(path: Path, *, replace: bool) -> None:
-    """Refuse a name that is taken, before anything costly is done.
+    """Refuse a name that is taken, before anything costly is done; with `replace`, unless it is an earlier export.
+
+    A run directory, a target's or somebody's home is never replaced, for what makes room is deleted.
 
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED.
     """
-    if path.is_dir() and not path.is_symlink() and (replace or not any(path.iterdir())):
-        return
-    if os.path.lexists(path):
+    with disk_errors_in_words(path, flag="--output"):
+        if not _is_taken(path):
+            return
+        is_export = path.is_dir() and not path.is_symlink() and (path / PROVENANCE).is_file()
         what = "a directory that is not empty" if path.is_dir() else "no directory"
+    if not is_export:
         raise SlipstreamError(
             f"{path} exists already and is {what}, expected a new name",
             reason=Reason.PATH_NOT_ALLOWED,
-            remedy="Give another --output, or replace that directory with --force.",
+            remedy=f"Give another --output; --force replaces only what was exported, with {PROVENANCE} in it.",
+        )
+    if not replace:
+        raise SlipstreamError(
+            f"{path} exists already and is {what}, expected a new name",
+            reason=Reason.PATH_NOT_ALLOWED,
+            remedy="Give another --output, or replace that export with --force.",
         )
 
 
@@ -37,22 +48,24 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
 
     Args:
         path: its parents are made.
-        replace: a directory of this name makes room, once the new one is complete.
+        replace: an earlier export of this name makes room, once the new one is complete.
 
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, the name is taken or cannot be written; DISK_FULL.
     """
     path = path.absolute()
-    require_free(path, replace=replace)
     unfinished = path.parent / f".unfinished-{path.name}.{os.getpid()}"
     replaced = path.parent / f".replaced-{path.name}.{os.getpid()}"
     with disk_errors_in_words(path, flag="--output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
+        require_free(path, replace=replace)
         unfinished.mkdir()
         try:
             yield unfinished
             sync_directory(unfinished)
+            # Another export of this name may have been faster.
+            require_free(path, replace=replace)
             if path.is_dir():
                 path.rename(replaced)
             unfinished.rename(path)
@@ -64,6 +77,12 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_taken(path: Path) -> bool:
+    """An empty directory is free."""
+    is_directory = path.is_dir() and not path.is_symlink()
+    return any(path.iterdir()) if is_directory else os.path.lexists(path)
 
 
 def _remove_leftovers(path: Path) -> None:

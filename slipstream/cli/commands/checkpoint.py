@@ -29,7 +29,7 @@ _PASSED_ON = (
 )
 _SWITCHES = (
     ("--without-self-test", "do not decode with the files; the model card says so"),
-    ("--force", "replace an existing directory"),
+    ("--force", "replace an earlier export"),
 )
 
 

@@ -190,6 +190,11 @@ def test_a_taken_name(source: Source, tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="is a directory that is not empty, expected a new name"):
         export(make_plan(source, output, target=None))
     assert (output / "keep").read_text() == "mine"
+    with pytest.raises(SlipstreamError, match="is a directory that is not empty, expected a new name"):
+        export(make_plan(source, output, target=None, replace=True))
+    (output / "keep").unlink()
+    export(make_plan(source, output, target=None))
+    (output / "keep").write_text("of an earlier export")
     export(make_plan(source, output, target=None, replace=True))
     assert not (output / "keep").exists() and (output / "config.json").exists()
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
