@@ -105,7 +105,9 @@ class Exporter:
             output = self._root / f"{wanted.run}-step-{wanted.step}-{wanted.format}"
             export = Export(number, wanted, output, self._clock())
             self._exports[number] = export
-            for oldest in sorted(self._exports)[:-_KEPT_EXPORTS]:
+            # Never one that waits: it would not be made, and nobody would be told.
+            ended = [number for number, one in sorted(self._exports.items()) if one.ended_at is not None]
+            for oldest in ended[: max(0, len(self._exports) - _KEPT_EXPORTS)]:
                 del self._exports[oldest]
         self._waiting.put(number)
         return export

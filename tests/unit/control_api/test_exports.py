@@ -1,12 +1,15 @@
 """Exports by REST: real processes where the checkpoint can be reached, refusals in words where not."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from control_api import exporter
 from control_api.dependencies import Services
+from control_api.exporter import Exporter, ExportRequest
 from control_api.settings import Settings
 from tests.fakes.control_plane import Desk, report
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
@@ -99,3 +102,15 @@ class TestWithoutARoot:
         answer = desk.client.post(PATH, json={"to": "vllm"})
         assert (answer.status_code, answer.json()["reason"]) == (422, "PATH_NOT_ALLOWED")
         assert "--export-root" in answer.json()["detail"]
+
+
+def test_what_waits_is_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "_KEPT_EXPORTS", 2)
+    waiting = Exporter(tmp_path / "exports", clock=lambda: 0.0)
+    for step in range(4):
+        waiting.request(ExportRequest("demo", step, tmp_path, "vllm", ()))
+    assert [one.request.step for one in waiting.of_run("demo", after=0, size=9)] == [0, 1, 2, 3]
+    for one in waiting.of_run("demo", after=0, size=2):
+        waiting._change(replace(one, state="FAILED", ended_at=1.0))
+    waiting.request(ExportRequest("demo", 4, tmp_path, "vllm", ()))
+    assert [one.request.step for one in waiting.of_run("demo", after=0, size=9)] == [2, 3, 4]
