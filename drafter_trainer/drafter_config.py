@@ -9,6 +9,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
 from slipstream.wire.target_config import TargetConfig
+from slipstream.wire.tensor_names import hidden_state_name
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -52,7 +53,7 @@ class DrafterConfig:
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the features in a pack's payload, in the order of concatenation."""
-        return tuple(f"hidden_states.{layer}" for layer in self.target_layer_ids)
+        return tuple(hidden_state_name(layer) for layer in self.target_layer_ids)
 
     def to_json(self) -> str:
         """The JSON that a checkpoint holds."""

@@ -35,7 +35,6 @@ from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
-from drafter_trainer.target_states import LAST_HIDDEN_STATE
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
@@ -49,6 +48,7 @@ from slipstream.wire.channel import TargetClient, WaitInterruptedError
 from slipstream.wire.codec import DTYPES
 from slipstream.wire.data_report import DataReport
 from slipstream.wire.target_config import TargetConfig
+from slipstream.wire.tensor_names import LAST_HIDDEN_STATE
 
 _log = logging.getLogger(__name__)
 

@@ -31,9 +31,10 @@ from drafter_trainer.memory import MemoryMeter
 from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
 from drafter_trainer.pack_layout import ROW_NAMES, LaidOut, PackLayout
-from drafter_trainer.target_states import LAST_HIDDEN_STATE, TargetStates, target_states
+from drafter_trainer.target_states import TargetStates, target_states
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
+from slipstream.wire.tensor_names import LAST_HIDDEN_STATE
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _JOINED_WIDTH = 0

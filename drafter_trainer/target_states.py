@@ -12,9 +12,6 @@ from torch.nn import functional
 
 from drafter_trainer.anchors import Anchors
 
-LAST_HIDDEN_STATE = "last_hidden_state"
-"""Name of the last decoder layer's output, before the final norm, in a pack's payload."""
-
 
 @dataclass(frozen=True)
 class TargetStates:

@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.target_files import model_error
 from slipstream.target_loading import decoder_layers, decoder_of
+from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.attention import (
     ATTENTION_NAME,
     ONE_CALL,
@@ -34,14 +35,8 @@ if TYPE_CHECKING:
     from target_server.compiled_layers import CompiledLayers
     from target_server.forward_graphs import ForwardGraphs
 
-LAST_HIDDEN_STATE = "last_hidden_state"
 # Mean difference of a layer's output, as a share of its mean magnitude: what many layers of rounding may add up to.
 _ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-
-
-def hidden_state_name(layer_id: int) -> str:
-    """Name in a payload of the output of decoder layer `layer_id` (zero-based)."""
-    return f"hidden_states.{layer_id}"
 
 
 class WrongResultError(RuntimeError):

@@ -19,9 +19,9 @@ from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
 from slipstream.wire.page_lock import lock_pages, unlock_pages
+from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
-from target_server.forward import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
 from target_server.record_files import SourceFile
