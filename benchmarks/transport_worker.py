@@ -1,0 +1,143 @@
+"""One process of benchmarks/transport.py: a reader that measures bytes, or a trainer that measures round trips.
+
+A request is one JSON line on stdin, its answer one JSON line on stdout: see WorkerProcess.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.load import canonical_json
+from slipstream.run_spec.spec import DataSpec
+from slipstream.wire.channel import TargetClient
+
+PACK_TOKENS = 128
+LAYERS = (0, 2)
+SHELF_PACKS = 12
+"""Of the stream's beginning; they stay on the shelf, so that no round trip waits for the target."""
+POLL_SECONDS = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("bytes", "trips"))
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--data", default="")
+    parser.add_argument("--run", default="benchmark")
+    args = parser.parse_args()
+    with TargetClient(args.address) as client:
+        answer: Callable[..., dict[str, Any]]
+        answer = measure_bytes(client) if args.what == "bytes" else RoundTrips(client, args.run, args.data).measure
+        for line in sys.stdin:
+            reply(answer(**json.loads(line)))
+    return 0
+
+
+def reply(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def measure_bytes(client: TargetClient) -> Callable[..., dict[str, Any]]:
+    """Gigabytes (10^9) per second by round: single-thread memcpy, `shm`, `grpc`, taking turns on the probe payload."""
+    import numpy as np
+
+    from slipstream.wire.transports import PayloadRef, choose_reader
+
+    target = client.get_target()
+    fixed = PayloadRef.of_fixed(target.probe)
+    # As packs are read: into memory that is used again.
+    probe = PayloadRef(fixed.token, fixed.manifest, fixed.locations, time_to_live=60.0)
+    names = [spec.name for spec in probe.manifest.tensors]
+    size = probe.manifest.payload_size_bytes
+    source, copy = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    readers = [choose_reader(name, target, client.channel) for name in ("shm", "grpc")]  # type: ignore[arg-type]
+    moves: dict[str, Callable[[], object]] = {"memcpy": lambda: np.copyto(copy, source)}
+    for reader in readers:
+        moves[reader.name] = lambda reader=reader: reader.read(probe, names)
+
+    def measure(seconds: float, rounds: int) -> dict[str, Any]:
+        rates: dict[str, list[float]] = {name: [] for name in moves}
+        for _ in range(rounds):
+            for name, move in moves.items():
+                rates[name].append(rate(move, size, seconds))
+        return {"payload_bytes": size, "gigabytes_per_second": rates}
+
+    return measure
+
+
+def rate(move: Callable[[], object], size: int, seconds: float) -> float:
+    """`move` repeated for so long; once before, unmeasured."""
+    move()
+    moved, began = 0, time.perf_counter()
+    while True:
+        move()
+        moved += size
+        elapsed = time.perf_counter() - began
+        if elapsed >= seconds:
+            return moved / elapsed / 1e9
+
+
+class RoundTrips:
+    """A trainer with a run of its own that takes no time to train."""
+
+    def __init__(self, client: TargetClient, run: str, data: str) -> None:
+        self._client = client
+        self._fingerprint = client.get_target().target_fingerprint
+        spec = DataSpec(files=(data,), pack_tokens=PACK_TOKENS)
+        self._opened = client.open_subscription(
+            pb.OpenSubscriptionRequest(
+                run=f"runs/{run}", data_spec_json=canonical_json(spec), layer_ids=LAYERS, packs_per_step=1
+            )
+        )
+        self._incarnation = self._opened.incarnation
+
+    def measure(self, seconds: float, step_seconds: float) -> dict[str, Any]:
+        """Milliseconds of every lease, confirm and commit for so long; a new step every `step_seconds`, or at once."""
+        self._cycle(step_seconds=0.0)  # the packs get onto the shelf
+        times: list[list[float]] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            times += self._cycle(step_seconds)
+        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        return {
+            "milliseconds": [sum(each) for each in times],
+            "median": dict(zip(("lease", "confirm", "commit"), medians, strict=True)),
+        }
+
+    def _cycle(self, step_seconds: float) -> list[list[float]]:
+        """Seek to the beginning, then take the first packs of the stream as steps."""
+        seek = pb.SeekSubscriptionRequest(
+            subscription=self._opened.subscription, expected_incarnation=self._incarnation, next_step=0
+        )
+        self._incarnation = self._client.seek_subscription(seek).incarnation
+        return [self._step(step, step_seconds) for step in range(SHELF_PACKS)]
+
+    def _step(self, step: int, step_seconds: float) -> list[float]:
+        ask = pb.LeasePacksRequest(
+            subscription=self._opened.subscription,
+            incarnation=self._incarnation,
+            max_packs=1,
+            target_fingerprint=self._fingerprint,
+            transport=pb.TRANSPORT_SHARED_MEMORY,
+        )
+        ask.max_wait.seconds, ask.time_to_live.seconds = POLL_SECONDS, 60
+        began = time.perf_counter()
+        (lease,) = self._client.lease_packs(ask).leases
+        leased = time.perf_counter()
+        assert self._client.confirm_read(pb.ConfirmReadRequest(lease_token=lease.lease_token)).valid
+        confirmed = time.perf_counter()
+        commit = pb.CommitStepRequest(subscription=ask.subscription, incarnation=ask.incarnation, step=step)
+        self._client.commit_step(commit)
+        committed = time.perf_counter()
+        time.sleep(max(0.0, step_seconds - (committed - began)))
+        return [1000 * (leased - began), 1000 * (confirmed - leased), 1000 * (committed - confirmed)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
