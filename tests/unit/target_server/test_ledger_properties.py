@@ -1,17 +1,26 @@
-"""Random interleavings of everything that trainers, operators, the engine and time can do, against a simple model."""
+"""Random interleavings of everything that trainers, operators, the engine and time can do, against a simple model.
 
+SLIPSTREAM_LEDGER_EXAMPLES=3000 and SLIPSTREAM_LEDGER_SEEDS=2000 look at more of them than CI does.
+"""
+
+import os
+import random
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from target_server import scheduling
 from target_server.lease_book import DeliveryState
+from target_server.lease_ledger import SeekTo
 from target_server.lineage import lineage_report
+from target_server.shelf import SlotState
 from target_server.subscription import Lease
 from tests.fakes.ledger_desk import STREAM, LedgerDesk
 
@@ -37,6 +46,8 @@ class ModelRun:
     """Valid or expired, with the time at which each ends."""
     void: list[Lease] = field(default_factory=list)
     """Of older incarnations."""
+    of_other_servers: list[Lease] = field(default_factory=list)
+    """Granted by a server that was restarted since."""
     paused: bool = False
 
     @property
@@ -57,11 +68,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(2, 6))
     def start(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         # In memory where possible: thousands of synchronous writes are not what is tested here.
         self.directory = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.ledger_file = Path(self.directory.name) / "ledger.sqlite"
-        self.desk = LedgerDesk(self.ledger_file, num_slots=num_slots, num_packs=NUM_PACKS, max_outstanding=4)
+        self.desk = self.open_desk()
         self.runs: dict[str, ModelRun] = {}
+
+    def open_desk(self) -> LedgerDesk:
+        return LedgerDesk(self.ledger_file, num_slots=self.num_slots, num_packs=NUM_PACKS, max_outstanding=4)
 
     def name(self, run: str) -> str:
         return f"subscriptions/{run}"
@@ -86,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return bool(self.runs)
 
     @precondition(known)
-    @rule(run=runs, back=st.integers(0, 3))
+    @rule(run=runs, back=st.integers(0, 12))
     def seek(self, run: str, back: int) -> None:
         """Resume from the present step or from an earlier checkpoint."""
         if run in self.runs:
@@ -150,6 +165,77 @@ class LedgerMachine(RuleBasedStateMachine):
             raise AssertionError("a lease of an older incarnation was confirmed")
 
     @precondition(known)
+    @rule(run=runs, verb=st.sampled_from(["lease", "commit", "seek"]), older=st.integers(1, 3))
+    def old_incarnation(self, run: str, verb: str, older: int) -> None:
+        """A trainer that was taken over gets nothing and changes nothing."""
+        model = self.runs.get(run)
+        if model is None or older >= model.incarnation:
+            return
+        name, incarnation = self.name(run), model.incarnation - older
+        try:
+            if verb == "lease":
+                self.desk.ask(name, incarnation, 1)
+            elif verb == "commit":
+                self.desk.ledger.commit(name, incarnation, model.cursor)
+            else:
+                self.desk.ledger.seek(name, SeekTo(0, 0, expected_incarnation=incarnation))
+        except SlipstreamError as error:
+            assert error.reason is Reason.INCARNATION_STALE
+        else:
+            raise AssertionError(f"{verb} of an older incarnation was taken")
+
+    @precondition(known)
+    @rule()
+    def restart(self) -> None:
+        """kill -9 of the server; it comes back with the ledger's file, and trainers go on without a seek."""
+        now, paused = self.desk.now, {run: model.paused for run, model in self.runs.items()}
+        self.desk.close()
+        self.desk = self.open_desk()
+        self.desk.pass_time(now)
+        for run, model in self.runs.items():
+            record = self.desk.book.subscriptions[self.name(run)].record
+            assert (record.incarnation, record.next_step) == (model.incarnation, model.cursor)
+            assert record.paused == paused[run]
+            self.desk.open(run, packs_per_step=RUNS[run])
+            model.of_other_servers += [lease for lease, _ in model.leases.values()] + model.void
+            model.leases.clear()
+            model.void.clear()
+            model.delivered = set(range(model.cursor * model.packs_per_step))
+
+    @precondition(known)
+    @rule(run=runs, index=st.integers(0, 9))
+    def confirm_of_another_server(self, run: str, index: int) -> None:
+        model = self.runs.get(run)
+        if model is None or not model.of_other_servers:
+            return
+        lease = model.of_other_servers[index % len(model.of_other_servers)]
+        try:
+            self.desk.ledger.confirm(lease.token, lease.facts.generation)
+        except SlipstreamError as error:
+            assert error.reason is Reason.LEASE_LOST
+        else:
+            raise AssertionError("a lease of another server was confirmed")
+
+    @precondition(known)
+    @rule(run=runs)
+    def close_and_open(self, run: str) -> None:
+        """An operator closes the run; whoever trained it is fenced off, and it begins anew."""
+        model = self.runs.get(run)
+        if model is None:
+            return
+        name = self.name(run)
+        self.desk.control.close(name)
+        for call in (lambda: self.desk.ask(name, model.incarnation), lambda: self.desk.ledger.renew(model.leases, 1.0)):
+            try:
+                call()
+            except SlipstreamError as error:
+                assert error.reason is Reason.STREAM_CLOSED
+        self.desk.open(run, packs_per_step=RUNS[run])
+        model.incarnation += 1
+        model.paused = False
+        self.seek_to(run, 0)
+
+    @precondition(known)
     @rule(run=runs, index=st.integers(0, 9))
     def release(self, run: str, index: int) -> None:
         lease = self.pick(run, index)
@@ -192,27 +278,84 @@ class LedgerMachine(RuleBasedStateMachine):
                     assert self.desk.slot_contents[lease.slot.index] == number
                     assert self.desk.shelf.ready(number) is lease.slot
 
+    @invariant()
+    def the_shelf_keeps_its_bound(self) -> None:
+        """In bytes: neither what is ready nor what is being written is ever more than the arena has room for."""
+        if not hasattr(self, "desk"):
+            return
+        held = [slot.sequence_number for slot in self.desk.shelf.slots if slot.state is not SlotState.EMPTY]
+        assert len(held) == len(set(held)) <= self.num_slots
+        counters = self.desk.control.counters(STREAM)
+        assert counters.shelf_size_bytes <= counters.shelf_capacity_bytes == self.num_slots * self.desk.shelf.slot_bytes
+
+    @precondition(known)
+    @rule()
+    def idle_engine(self) -> None:
+        """The engine has nothing left to do: whoever still wants a pack has its guaranteed slots, or readers do."""
+        self.desk.work()
+        shelf = self.desk.shelf
+        convoys = scheduling.convoys(self.desk.book.active(STREAM), self.num_slots)
+        share = min(scheduling.GUARANTEED_SLOTS, max(1, self.num_slots // max(1, len(convoys))))
+        for convoy in convoys:
+            served = [member for member in convoy if scheduling.may_be_served(member)]
+            wanted = {number for member in served for number in member.wanted(self.num_slots)}
+            if all(shelf.holds(number) for number in wanted):
+                continue
+            near = [
+                slot
+                for slot in shelf.slots
+                if slot.state is not SlotState.EMPTY
+                and any(
+                    member.low <= slot.sequence_number < member.low + self.num_slots
+                    and member.needs(slot.sequence_number)
+                    for member in convoy
+                )
+            ]
+            read = sum(slot.readers > 0 for slot in shelf.slots)
+            assert len(near) + read >= share, f"{convoy[0].record.name} has {len(near)} of its {share} slots"
+
     def teardown(self) -> None:
         """Whatever happened: every run can be finished, and the ledger proves that every pack counted once."""
         if not hasattr(self, "desk"):
             return
+        stuck = self.runs and sorted(self.runs)[0]
         for run, model in self.runs.items():
             self.desk.control.resume(self.name(run))
-            self.seek_to(run, model.cursor)
+            if run != stuck:
+                self.seek_to(run, model.cursor)
+        if stuck:
+            self.finish_without(stuck)
+            self.seek_to(stuck, self.runs[stuck].cursor)
         self.finish_all()
         for run, model in self.runs.items():
             report = lineage_report(self.ledger_file, run)
             assert report.exactly_once, report
             assert (report.first_sequence_number, report.next_sequence_number) == (0, model.limit)
-        counters = self.desk.control.counters(STREAM)
+        counters = self.desk.control.counters(STREAM)  # of the last server
         assert counters.packs_computed == len(self.desk.computed)
         assert counters.packs_recomputed == len(self.desk.computed) - len(set(self.desk.computed))
         self.desk.close()
         self.directory.cleanup()
 
-    def finish_all(self) -> None:
+    def finish_without(self, stuck: str) -> None:
+        """One run holds what it has got and never calls again: the others finish once it counts as away."""
+        if self.can_ask(stuck):
+            self.desk.ask(self.name(stuck), self.runs[stuck].incarnation)
+        for _ in range(2):  # its leases run out, and so does the time for which it is missed
+            self.desk.pass_time(max(TIME_TO_LIVE, 61.0))
+        self.finish_all(besides=stuck)
+
+    def can_ask(self, run: str) -> bool:
+        """Whether another lease would stay within the run's quota."""
+        return len(self.desk.book.subscriptions[self.name(run)].leased) < 4
+
+    def finish_all(self, besides: str = "") -> None:
         """No deadlock: as long as any run has packs to come, a round of all runs delivers at least one."""
-        pending = {run for run, model in self.runs.items() if model.cursor * model.packs_per_step < model.limit}
+        pending = {
+            run
+            for run, model in self.runs.items()
+            if run != besides and model.cursor * model.packs_per_step < model.limit
+        }
         while pending:
             delivered = 0
             for run in sorted(pending):
@@ -230,6 +373,46 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=int(os.environ.get("SLIPSTREAM_LEDGER_EXAMPLES", "60")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 test_any_interleaving = LedgerMachine.TestCase
+
+
+RULES: dict[str, tuple[int, dict[str, list[object]]]] = {
+    "lease": (8, {"packs": [1, 2, 5]}),
+    "engine": (8, {"packs": [1, 2, 3]}),
+    "confirm": (8, {"index": [0, 1, 2], "right": [True, True, True, False]}),
+    "commit": (6, {}),
+    "release": (1, {"index": [0, 1, 2]}),
+    "confirm_void": (1, {"index": [0, 1, 2]}),
+    "confirm_of_another_server": (1, {"index": [0, 1, 2]}),
+    "old_incarnation": (1, {"verb": ["lease", "commit", "seek"], "older": [1, 2]}),
+    "seek": (1, {"back": [0, 1, 3, 12]}),
+    "wait": (2, {"seconds": [1.0, 9.0, 21.0, 31.0]}),
+    "pause": (1, {"paused": [True, False, False]}),
+    "idle_engine": (3, {}),
+    "restart": (1, {}),
+}
+"""How often, and with what: mostly runs get on, so that they drift apart and leases are out when it matters."""
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SLIPSTREAM_LEDGER_SEEDS", "40"))))
+def test_long_histories(seed: int) -> None:
+    """Hundreds of events in a row."""
+    rng = random.Random(seed)
+    machine = LedgerMachine()
+    machine.start(num_slots=rng.randint(2, 6))
+    for run in RUNS:
+        machine.join(run=run)
+    names, weights = list(RULES), [weight for weight, _ in RULES.values()]
+    for name in rng.choices(names, weights, k=300):
+        chosen = {key: rng.choice(values) for key, values in RULES[name][1].items()}
+        if name not in ("engine", "wait", "idle_engine", "restart"):
+            chosen["run"] = rng.choice(sorted(RUNS))
+        getattr(machine, name)(**chosen)
+        machine.leased_slots_keep_their_pack()
+        machine.the_shelf_keeps_its_bound()
+    machine.teardown()
