@@ -161,10 +161,10 @@ def test_graphs_without_a_gpu_are_refused_in_words() -> None:
     assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_compiled_layers_say_the_same_and_are_few(tmp_path: Path, family: Family) -> None:
-    target = load(tmp_path, family)
-    config = replace(drafter_config(target, 4), target_model_type=family)
+def test_compiled_layers_say_the_same_and_are_few(tmp_path: Path) -> None:
+    """Gemma has two kinds of layers, with a window and without; a family with one kind has nothing more to show."""
+    target = load(tmp_path, "gemma3")
+    config = replace(drafter_config(target, 4), target_model_type="gemma3")
     drafter = DFlashDrafter(config).eval()
     initialise_weights(drafter, 7, torch.ones(config.hidden_size))
     plain = decoder(target).decode([PROMPT], 20, NO_END)[0].tokens
@@ -172,9 +172,8 @@ def test_compiled_layers_say_the_same_and_are_few(tmp_path: Path, family: Family
     setting = DecodingSetting(rows=1, max_length=128, compiler="aot_eager")
     with counted_graphs() as graphs:
         assert BatchDecoder(target.model, None, setting).decode([PROMPT], 20, NO_END)[0].tokens == plain
-    kinds = 2 if family == "gemma3" else 1  # Gemma has layers with a window and without
-    assert graphs() == kinds, "one graph serves all layers of a kind"
+    assert graphs() == 2, "one graph serves all layers of a kind"
     with counted_graphs() as graphs:
         assert BatchDecoder(target.model, drafter, setting).decode([PROMPT], 20, NO_END)[0].tokens == plain
-    # Drafting and extending may have been compiled before, for the other family.
-    assert kinds <= graphs() <= kinds + 2
+    # Drafting and extending may have been compiled before, for another test.
+    assert 2 <= graphs() <= 4
