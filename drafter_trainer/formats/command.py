@@ -34,11 +34,18 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors; default: the target's in the run definition")
     parser.add_argument("--target", metavar="MODEL", help="to decode with; default: the run's target.model")
     parser.add_argument(
-        "--target-name", metavar="NAME", help="how servers will know the target; default: the run's target.model"
+        "--target-name",
+        type=_one_line,
+        metavar="NAME",
+        help="how servers will know the target; default: the run's target.model",
     )
     parser.add_argument("--eval", dest="evaluation", type=Path, metavar="FILE", help="report for the model card")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+    parser.add_argument(
+        "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
+    )
+    parser.add_argument(
+        "--threads", type=_thread_count, metavar="N", help="CPU threads of torch; default: torch's own choice"
+    )
     parser.add_argument(
         "--without-self-test", action="store_true", help="do not decode with the files; the model card says so"
     )
@@ -50,8 +57,12 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="config.json and safetensors in any of the formats")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the drafter's target, to decode with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target; default: float32")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+    parser.add_argument(
+        "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
+    )
+    parser.add_argument(
+        "--threads", type=_thread_count, metavar="N", help="CPU threads of torch; default: torch's own choice"
+    )
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -130,6 +141,25 @@ def find_checkpoint(text: str) -> Path:
         reason=Reason.CHECKPOINT_INVALID,
         remedy="Name one of these, or leave @STEP out for the newest.",
     )
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device, expected cpu, cuda or cuda:N")
+    return text
+
+
+def _thread_count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads, expected 1 or more")
+    return int(text)
+
+
+def _one_line(text: str) -> str:
+    """It becomes a line of the model card's head."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name, expected one line of printable characters")
+    return text
 
 
 def _limit_threads(count: int | None) -> None:

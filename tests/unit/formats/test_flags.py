@@ -1,0 +1,27 @@
+"""Flags of export and import that cannot mean anything are refused before torch is imported."""
+
+import pytest
+
+from drafter_trainer.cli import build_parser
+
+EXPORT = ["export", "run", "--to", "vllm", "--output", "out"]
+IMPORT = ["import", "drafter", "--target", "model"]
+
+
+@pytest.mark.parametrize("flag", ["--device=banana", "--device=", "--threads=0", "--threads=-1", "--threads=many"])
+@pytest.mark.parametrize("command", [EXPORT, IMPORT])
+def test_no_device_and_no_number_of_threads(command: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        build_parser().parse_args([*command, flag])
+    assert refused.value.code == 2 and "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["evil\n---\nlicense: mit", "", "\x1b[31mred"])
+def test_a_name_that_would_break_the_head_of_the_model_card(name: str) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*EXPORT, f"--target-name={name}"])
+
+
+def test_what_is_taken() -> None:
+    for device in ("cpu", "cuda", "cuda:1"):
+        assert build_parser().parse_args([*IMPORT, "--device", device, "--threads", "4"]).device == device
