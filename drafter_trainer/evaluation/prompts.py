@@ -58,6 +58,11 @@ def _parse(line: str, where: str, default_source: str) -> Prompt:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise _invalid(f"{where} is not JSON: {error}", "Mend or remove the line.") from error
+    if not _is_unicode(record):
+        raise _invalid(
+            f"{where} has half a surrogate pair (\\ud800 to \\udfff), which is no character of a text",
+            "Write the whole character, or remove the line.",
+        )
     if not isinstance(record, dict):
         raise _invalid(f"{where} is a JSON {type(record).__name__}, expected an object", "Mend or remove the line.")
     messages = record.get("messages")
@@ -70,6 +75,15 @@ def _parse(line: str, where: str, default_source: str) -> Prompt:
         )
     kept = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     return Prompt(str(record.get("id", where)), str(record.get("source", default_source)), kept)
+
+
+def _is_unicode(record: object) -> bool:
+    """JSON can name half a surrogate pair; no tokenizer takes one."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _are_messages(messages: list[Any]) -> bool:

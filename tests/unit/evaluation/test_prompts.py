@@ -60,3 +60,12 @@ def test_missing_empty_broken_and_cut_files(tmp_path: Path) -> None:
         with pytest.raises(SlipstreamError, match=name.partition(".")[0]) as caught:
             load_prompts(tmp_path / name, None)
         assert caught.value.reason is Reason.DATA_INVALID and caught.value.remedy
+
+
+def test_half_a_surrogate_pair_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(r'{"prompt": "\ud800 alone"}' + "\n")
+    with pytest.raises(SlipstreamError, match="prompts.jsonl:1 has half a surrogate pair"):
+        load_prompts(path, None)
+    path.write_text(r'{"prompt": "\ud83d\ude00"}' + "\n")
+    assert load_prompts(path, None)[0].messages[0]["content"] == "\U0001f600"
