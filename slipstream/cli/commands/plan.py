@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slipstream.plan.gpus import Gpu
 
-_LARGEST_MEMORY = 1 << 50
+_LEAST_MEMORY, _LARGEST_MEMORY = 1 << 26, 1 << 50
 _SLOWEST, _FASTEST = 1e-3, 1e6
 _UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 
@@ -38,8 +38,8 @@ def parse_memory(text: str) -> int:
     """Bytes, plain or with a unit: `24GiB`, `80 GB`, `512MiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|MB|GB|)", text.strip())
     size = float(match.group(1)) * _UNITS[match.group(2)] if match else 0.0
-    if not 1 <= size <= _LARGEST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 24GiB, 80GB or bytes")
+    if not _LEAST_MEMORY <= size <= _LARGEST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the memory of a GPU; write 24GiB or 80GB")
     return int(size)
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.run_spec.load import load_recipe
 
     spec = load_recipe(recipes.find_recipe(args.recipe), args.set).spec
-    target = target_sizes(spec.target, args.target_config)
+    target = target_sizes(spec.target, args.target_config or _packaged(args))
     card, is_limit = card_of(args.memory)
     plan = plan_run(spec, target, card, args.tflops)
     if args.output == "json":
@@ -81,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _packaged(args: argparse.Namespace) -> str | None:
+    """The packaged model for the demo's recipe as it ships, as in `slipstream up`: nothing is downloaded for it."""
+    from slipstream.errors import SlipstreamError
+    from slipstream.packaged_model import RECIPE, packaged_model
+
+    if args.recipe != RECIPE or any(one.startswith("target") for one in args.set):
+        return None
+    try:
+        return packaged_model()
+    except SlipstreamError:
+        return None  # then the recipe's own model is looked up
+
+
 def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     """The card to plan for; False: none was given and this machine has none, so that nothing is refused."""
     from slipstream.machine_probe import driver_version, probe_torch
@@ -89,7 +102,7 @@ def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     if memory_bytes is not None:
         # As fast as the smallest known card that has so much.
         like = next((gpu for gpu in sorted(GPUS, key=_size) if gpu.memory_bytes >= 0.9 * memory_bytes), GPUS[-1])
-        return Gpu(f"a GPU like the {like.name}", memory_bytes, like.peak_tflops), True
+        return Gpu("a GPU of this size", memory_bytes, like.peak_tflops), True
     gpus = probe_torch().gpus if driver_version() is not None else ()
     if not gpus:
         return H200, False

@@ -11,6 +11,7 @@ from slipstream.cli.api_access import control_api, say_next
 from slipstream.cli.display import print_json, print_line
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.local_files import require_local_files
+from slipstream.cli.runs.served_model import served_model
 from slipstream.cli.runs.watch import watch_run
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
@@ -25,7 +26,12 @@ def create(args: argparse.Namespace) -> int:
             serves another model.
     """
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
-    spec = load_recipe(recipes.find_recipe(args.recipe), [*args.set, *name]).spec
+    path = recipes.find_recipe(args.recipe)
+    spec = load_recipe(path, [*args.set, *name]).spec
+    if (model := served_model(args, spec)) is not None:
+        print(f"the run's target.model is what this stack serves: {model}", file=sys.stderr)
+        overrides = [f"target.model={json.dumps(model)}", "target.revision="]
+        spec = load_recipe(path, [*args.set, *name, *overrides]).spec
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
     with control_api(args) as client:
         require_local_files(spec, client, args.target)

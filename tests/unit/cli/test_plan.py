@@ -120,7 +120,8 @@ def test_flags_that_mean_nothing(recipe: str, flag: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("512", 512), ("1.5GiB", 3 << 29)]
+    ("text", "size"),
+    [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("512MiB", 512 << 20), (str(24 << 30), 24 << 30), ("1.5GiB", 3 << 29)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert command.parse_memory(text) == size

@@ -1,0 +1,34 @@
+"""What the local stack's target serves, for a recipe that names the same model as a hub does.
+
+`slipstream up` serves a file or directory of this machine where it was given one. A run that kept the hub's name would
+train, and could then be neither evaluated nor exported here without the hub.
+"""
+
+import argparse
+from pathlib import Path
+
+from slipstream.cli.api_access import find_api
+from slipstream.run_spec.spec import RunSpec
+
+
+def served_model(args: argparse.Namespace, spec: RunSpec) -> str | None:
+    """Path of the model that the stack's target serves; None where the recipe should say what it says.
+
+    Args:
+        args: of `run create`: the control API, the target's name, overrides.
+        spec: of the recipe.
+    """
+    from slipstream.launcher.home import home_directory, is_up, read_supervisor
+    from slipstream.launcher.stack import read_stack
+
+    said = any(one.partition("=")[0].strip() in ("target", "target.model") for one in args.set)
+    if said or Path(spec.target.model).exists() or spec.target.model.endswith(".gguf"):
+        return None
+    home = home_directory(args.home)
+    state, stack = read_supervisor(home), read_stack(home)
+    if state is None or stack is None or stack.target is None or not is_up(home):
+        return None
+    if args.target not in (None, stack.target.name) or find_api(args).address.rstrip("/") != state.api.rstrip("/"):
+        return None
+    model = stack.target.model.model
+    return model if Path(model).is_absolute() else None
