@@ -249,11 +249,14 @@ def _positive(text: str) -> int:
 
 
 def _positives(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
     warmths = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     if any(not math.isfinite(warmth) or warmth < 0 for warmth in warmths):
-        raise argparse.ArgumentTypeError(f"{text}: a temperature is 0 or larger")
+        raise argparse.ArgumentTypeError(f"{text}: a temperature is a finite number, 0 or larger")
     return warmths

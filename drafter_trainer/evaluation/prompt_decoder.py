@@ -223,8 +223,16 @@ class PromptDecoder:
         return by_way
 
     def _ids(self, prompt: Prompt) -> torch.Tensor:
-        rendered = self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)
-        return torch.tensor(rendered["input_ids"], device=self.target.model.device)
+        ids = self.target.tokenizer(self._rendered(prompt), add_special_tokens=False)["input_ids"]
+        most = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and len(ids) + self.max_new_tokens > most:
+            raise SlipstreamError(
+                f"prompt {prompt.id} has {len(ids)} tokens and is to get {self.max_new_tokens} more, "
+                f"the target reads {most}",
+                reason=Reason.DATA_INVALID,
+                remedy="Shorten the prompt, lower --max-new-tokens, or take it out of the file.",
+            )
+        return torch.tensor(ids, device=self.target.model.device)
 
     def _rendered(self, prompt: Prompt) -> str:
         try:

@@ -94,6 +94,14 @@ def test_a_prompt_that_the_template_refuses_is_named(tiny_target: LoadedTarget) 
     assert caught.value.reason is Reason.DATA_INVALID
 
 
+def test_a_prompt_that_the_target_cannot_hold_is_refused_before_it_is_read(tiny_target: LoadedTarget) -> None:
+    decoder = PromptDecoder(tiny_target, {}, max_new_tokens=1)
+    most = tiny_target.model.config.max_position_embeddings
+    with pytest.raises(SlipstreamError, match=f"prompt long has .* the target reads {most}") as caught:
+        decoder.decode(Prompt("long", "all", ({"role": "user", "content": "word " * most},)))
+    assert caught.value.reason is Reason.DATA_INVALID and caught.value.remedy
+
+
 def test_prompts_do_not_depend_on_the_day(tiny_target: LoadedTarget) -> None:
     template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"
     tokenizer = decoder_with_template(tiny_target, template).target.tokenizer
