@@ -1,9 +1,11 @@
 """What holds for every test: one thread a process, time limits by kind, and `tests` importable from anywhere."""
 
+import logging
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -41,6 +43,19 @@ def _one_torch_thread() -> None:
     """Undo what an earlier test's code set; torch is not imported for it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers() -> Iterator[None]:
+    """A program that a test ran in this process logs to that test's stderr, which is closed afterwards."""
+    root = logging.getLogger()
+    kept, level = list(root.handlers), root.level
+    yield
+    # Handlers of pytest's own come and go with the phases of a test: only others are taken away.
+    for handler in root.handlers[:]:
+        if handler not in kept and not type(handler).__module__.startswith("_pytest"):
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
