@@ -358,12 +358,10 @@ def subscribe(args: argparse.Namespace) -> dict[str, Any]:
                     tokens, began = 0, time.perf_counter()
         seconds = time.perf_counter() - began
         reader.close()
-    rate = (packs - SUBSCRIBER_SKIPS) / seconds
-    read_ms = 1e3 * read_seconds / packs
     return {
-        "packs_per_second": rate,
+        "packs_per_second": (packs - SUBSCRIBER_SKIPS) / seconds,
         "tokens_per_second": tokens / seconds,
-        "read_ms": read_ms,
+        "read_ms": 1e3 * read_seconds / packs,
         "transport": reader.name,
     }
 
