@@ -22,7 +22,7 @@ from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
-from target_server import data_command
+from target_server import data_command, lineage_command
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
@@ -46,6 +46,8 @@ def run_command(arguments: Sequence[str]) -> int:
     configure_logging(PROGRAM, level=args.log_level, json=args.log_json)
     if args.command in data_command.COMMANDS:
         return data_command.run(args)
+    if args.command == lineage_command.COMMAND:
+        return lineage_command.run(args)
     target, data = read_target(args.recipe, args.model, args.set)
     listen = ListenAddress.parse(args.listen)
     token = read_token(args.token_file)
@@ -219,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token; else $SLIPSTREAM_TOKEN")
     _add_rarely_used(serve)
     data_command.add_parsers(commands)
+    lineage_command.add_parser(commands)
     return parser
 
 

@@ -5,8 +5,10 @@ checkpoint it resumed from holds the steps before s and nothing else. So the com
 incarnation below the first step of every later incarnation.
 """
 
+import contextlib
 import json
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +16,17 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.ledger_store import check_schema
 
-# Where every incarnation began. The first may begin late: an older ledger, now lost, knew the steps before.
-_BEGINNINGS = """
+# Where the lineage begins: the newest of the incarnations that go back farthest has replaced all before it. It may
+# begin late: an older ledger, now lost, knew the steps before.
+_BEGINNING = """
 SELECT first_sequence_number + next_step * packs_per_step FROM incarnations
-WHERE subscription = :name ORDER BY incarnation
+WHERE subscription = :name ORDER BY next_step, incarnation DESC LIMIT 1
+"""
+
+# Where the present incarnation begins: everything before it is part of the weights that it began with.
+_PRESENT = """
+SELECT first_sequence_number + next_step * packs_per_step FROM incarnations
+WHERE subscription = :name ORDER BY incarnation DESC LIMIT 1
 """
 
 # For every step: how many commits count, and which packs they trained.
@@ -57,9 +66,14 @@ class LineageReport:
         """Every pack from the first to the last counts once."""
         return not self.missing and not self.repeated
 
+    @property
+    def packs_counted(self) -> int:
+        """Packs from the first to the last that count: neither missing nor quarantined."""
+        return self.next_sequence_number - self.first_sequence_number - len(self.missing) - len(self.quarantined)
+
 
 def lineage_report(ledger: Path, run: str) -> LineageReport:
-    """Read the proof from a ledger; works while the server runs.
+    """Read the proof of one run from a ledger; works while the server runs.
 
     Args:
         ledger: the server's SQLite file.
@@ -68,11 +82,27 @@ def lineage_report(ledger: Path, run: str) -> LineageReport:
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED for a file that is not a ledger; SUBSCRIPTION_UNKNOWN.
     """
+    with _reading(ledger) as connection:
+        return _report(connection, run)
+
+
+def lineage_reports(ledger: Path) -> list[LineageReport]:
+    """The proofs of all runs that have trained, by name. Raises as `lineage_report`."""
+    with _reading(ledger) as connection:
+        names = connection.execute("SELECT DISTINCT subscription FROM incarnations ORDER BY subscription").fetchall()
+        return [_report(connection, name.removeprefix("subscriptions/")) for (name,) in names]
+
+
+@contextlib.contextmanager
+def _reading(ledger: Path) -> Iterator[sqlite3.Connection]:
+    """One transaction: every query sees the same moment of a server that goes on."""
     try:
         connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         try:
+            connection.isolation_level = None
+            connection.execute("BEGIN")
             check_schema(connection, ledger, create=False)
-            return _report(connection, run)
+            yield connection
         finally:
             connection.close()
     except sqlite3.Error as error:
@@ -85,14 +115,17 @@ def lineage_report(ledger: Path, run: str) -> LineageReport:
 
 def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
     name = {"name": f"subscriptions/{run}"}
-    begins = connection.execute(_BEGINNINGS, name).fetchall()
-    if not begins:
+    (incarnations,) = connection.execute(
+        "SELECT count(*) FROM incarnations WHERE subscription = :name", name
+    ).fetchone()
+    if not incarnations:
         raise SlipstreamError(
             f"The ledger knows no incarnation of a run {run!r}.",
             reason=Reason.SUBSCRIPTION_UNKNOWN,
             remedy="Name a run that has trained on this target server.",
         )
-    first: int = begins[0][0]
+    first: int = connection.execute(_BEGINNING, name).fetchone()[0]
+    present: int = connection.execute(_PRESENT, name).fetchone()[0]
     (commits,) = connection.execute("SELECT count(*) FROM commits WHERE subscription = :name", name).fetchone()
     expected, counted = first, 0
     missing: list[int] = []
@@ -104,13 +137,14 @@ def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
         repeated.extend(range(first_pack, last_pack + 1) if commits_of_step > 1 else range(first_pack, expected))
         quarantined.extend(json.loads(skipped))
         expected = last_pack + 1
+    missing.extend(range(expected, present))
     return LineageReport(
         run=run,
-        incarnations=len(begins),
+        incarnations=incarnations,
         steps_committed=counted,
         steps_discarded=commits - counted,
         first_sequence_number=first,
-        next_sequence_number=expected,
+        next_sequence_number=max(expected, present),
         quarantined=tuple(quarantined),
         missing=tuple(missing),
         repeated=tuple(repeated),
