@@ -5,17 +5,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from slipstream.telemetry.logs import log_event
 from slipstream.telemetry.phase_times import PhaseTimes
 from target_server.packing import Pack
 from target_server.shelf import PackFacts
-from target_server.slot_writer import SlotWrite, SlotWriter
-from target_server.streams import StreamCatalog
+from target_server.slot_writer import SlotMemory, SlotWrite, SlotWriter
 from target_server.target_model import TargetModel
-from target_server.work_queue import Work, WorkQueue
+from target_server.work_queue import Work
 
 _log = logging.getLogger(__name__)
 
@@ -52,23 +51,72 @@ class Throughput:
             self._packs.popleft()
 
 
+class Assignments(Protocol):
+    """Which pack is computed next, and what becomes of it: the WorkQueue, or the line to it in an engine's process."""
+
+    def next_work(self, max_wait: float = ...) -> Work | None:
+        """As WorkQueue."""
+
+    def publish(self, work: Work, facts: PackFacts) -> None:
+        """As WorkQueue."""
+
+    def quarantine(self, work: Work, document_names: tuple[str, ...]) -> None:
+        """As WorkQueue."""
+
+    def abandon(self, work: Work) -> None:
+        """As WorkQueue."""
+
+
+class PackSource(Protocol):
+    """The packs of a stream by number."""
+
+    def pack(self, sequence_number: int) -> Pack:
+        """As PackSequence."""
+
+
+class ComputedStream(SlotMemory, Protocol):
+    """What must be known of a stream to compute its packs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def last_hidden_state(self) -> bool: ...
+    @property
+    def pack_tokens(self) -> int: ...
+    @property
+    def sequence(self) -> PackSource: ...
+
+
+class OpenStreams(Protocol):
+    """The streams whose packs are asked for: the StreamCatalog, or what an engine's process was told of it."""
+
+    def get(self, name: str) -> ComputedStream:
+        """A stream that is on a shelf."""
+
+
 @dataclass(frozen=True)
 class _Launched:
     """A pack that the device may still be computing."""
 
     work: Work
     pack: Pack
+    stream: ComputedStream
     write: SlotWrite
 
 
 class Producer:
     """Turns work into packs. `run` belongs to the thread that loaded the target."""
 
-    def __init__(self, target: TargetModel, queue: WorkQueue, catalog: StreamCatalog) -> None:
+    def __init__(
+        self, target: TargetModel, queue: Assignments, catalog: OpenStreams, writer: SlotWriter | None = None
+    ) -> None:
+        """`writer`: default: one for the target's device."""
         self._target = target
         self._queue = queue
         self._catalog = catalog
-        self._writer = SlotWriter(target.device)
+        self._writer = SlotWriter(target.device) if writer is None else writer
         # While a GPU computes and copies one pack, the host launches the next.
         self._packs_in_flight = 1 if target.device.type == "cuda" else 0
         self._launched: deque[_Launched] = deque()
@@ -125,7 +173,7 @@ class Producer:
         except BaseException:
             self._queue.abandon(work)
             raise
-        self._launched.append(_Launched(work, pack, write))
+        self._launched.append(_Launched(work, pack, stream, write))
 
     def _settle(self, leave: int = 0) -> None:
         """Publish launched packs, oldest first, until `leave` are left."""
@@ -137,13 +185,9 @@ class Producer:
             self._conclude(launched, finite)
 
     def _conclude(self, launched: _Launched, finite: bool) -> None:
-        work, pack, stream = launched.work, launched.pack, launched.write.stream
+        work, pack, stream = launched.work, launched.pack, launched.stream
         if not finite:
             self._queue.quarantine(work, pack.document_names)
-            log_event(
-                _log, "warning", "pack_quarantined", stream=stream.name, sequence_number=work.sequence_number,
-                why="hidden states are not finite", documents=pack.document_names,
-            )  # fmt: skip
             return
         generation = stream.arena.generation(work.slot.index)
         self._queue.publish(work, PackFacts(pack.num_tokens, pack.num_supervised, generation))

@@ -6,19 +6,44 @@ copied once on their way to a trainer's process. On the CPU it is an ordinary co
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.wire.codec import write_tensor
-from target_server.streams import Stream
+from slipstream.wire.codec import ByteArray, PayloadLayout, write_tensor
+
+
+class Slots(Protocol):
+    """Memory in slots, as of a PayloadArena: this process's own, or another's that it has mapped."""
+
+    def slot(self, index: int) -> ByteArray:
+        """As PayloadArena."""
+
+    def generation(self, index: int) -> int:
+        """As PayloadArena."""
+
+    def begin_write(self, index: int) -> None:
+        """As PayloadArena."""
+
+    def end_write(self, index: int) -> None:
+        """As PayloadArena."""
+
+
+class SlotMemory(Protocol):
+    """Where the packs of a stream lie."""
+
+    @property
+    def arena(self) -> Slots: ...
+    @property
+    def layout(self) -> PayloadLayout: ...
 
 
 @dataclass(frozen=True)
 class SlotWrite:
     """A write that may still be under way."""
 
-    stream: Stream
+    arena: Slots
     slot_index: int
     finite: Tensor
     """Bool `[]` on the host: no hidden state is NaN or infinite. Valid once `done`."""
@@ -29,7 +54,7 @@ class SlotWrite:
         """Wait for the copies and close the slot; true when the hidden states are finite."""
         if self.done is not None:
             self.done.synchronize()
-        self.stream.arena.end_write(self.slot_index)
+        self.arena.end_write(self.slot_index)
         return bool(self.finite)
 
 
@@ -40,7 +65,7 @@ class SlotWriter:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(
-        self, stream: Stream, slot_index: int, host: Mapping[str, Tensor], states: Mapping[str, Tensor]
+        self, stream: SlotMemory, slot_index: int, host: Mapping[str, Tensor], states: Mapping[str, Tensor]
     ) -> SlotWrite:
         """Write `host` tensors now, and `states` when the device has computed them.
 
@@ -59,7 +84,7 @@ class SlotWriter:
         if self._copies is None:
             for name, state in states.items():
                 write_tensor(slot, specs[name], state)
-            return SlotWrite(stream, slot_index, finite, None)
+            return SlotWrite(stream.arena, slot_index, finite, None)
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
         done = torch.cuda.Event()
         self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
@@ -70,7 +95,7 @@ class SlotWriter:
             done.record()
         for tensor in (finite, *states.values()):
             tensor.record_stream(self._copies)
-        return SlotWrite(stream, slot_index, answer, done)
+        return SlotWrite(stream.arena, slot_index, answer, done)
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> Tensor:

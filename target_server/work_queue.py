@@ -1,10 +1,16 @@
 """⑥ The engine's side of the ledger: what to compute next, into which slot; what became of it."""
 
+import logging
 from dataclasses import dataclass
 
+from slipstream.telemetry.logs import log_event
 from target_server import scheduling
 from target_server.lease_book import LeaseBook, wait_until
 from target_server.shelf import PackFacts, Slot
+
+NOT_FINITE = "hidden states are not finite"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +49,13 @@ class WorkQueue:
             self._book.shelves[work.stream].publish(work.slot, facts)
             self._book.changed()
 
-    def quarantine(self, work: Work, document_names: tuple[str, ...]) -> None:
-        """The pack's hidden states are not finite: no run of the stream ever gets it.
+    def quarantine(self, work: Work, document_names: tuple[str, ...], why: str = NOT_FINITE) -> None:
+        """The pack cannot be computed: no run of the stream ever gets it, and the log says so.
 
         Args:
             work: the pack.
             document_names: its documents, for people to look at.
+            why: in words.
         """
         book = self._book
         with book.lock:
@@ -58,6 +65,10 @@ class WorkQueue:
                 if member.needs(work.sequence_number):
                     book.quarantine(member, work.sequence_number)
             book.changed()
+        log_event(
+            _log, "warning", "pack_quarantined", stream=work.stream, sequence_number=work.sequence_number,
+            why=why, documents=document_names,
+        )  # fmt: skip
 
     def abandon(self, work: Work) -> None:
         """The pack was not computed; its slot is empty."""
