@@ -1,9 +1,7 @@
 """An ASGI application behind a real socket, in a thread of the test."""
 
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,17 +28,10 @@ def serving(app: Any) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="http-server", daemon=True)
         thread.start()
-        assert started.wait(20), "the server did not start"
+        assert started.wait(60), "the server did not start"
         try:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive(), "the server did not stop"
-
-
-def _everybody() -> str:
-    """Where every thread of this process is."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = sys._current_frames().items()
-    return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in stacks)

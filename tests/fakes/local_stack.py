@@ -1,11 +1,8 @@
 """A local stack under test: `slipstream up` and `slipstream down` as a person types them, and a hand that kills."""
 
-import json
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +23,16 @@ T = TypeVar("T")
 class LocalStack:
     """One home. Every wait has a deadline, and says what it saw when that has passed."""
 
-    def __init__(self, processes: Processes, home: Path) -> None:
+    def __init__(self, processes: Processes, home: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: of every process, besides this one's."""
         self._processes = processes
+        self._environment = dict(environment or {})
         self.home = home
 
     def up(self, *arguments: str | Path) -> ManagedProcess:
         """`slipstream up --home HOME …`"""
         # A GPU would be another test.
-        env = {"CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_TOKEN": ""}
+        env = {"CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_TOKEN": "", **self._environment}
         return self._processes.start("slipstream.cli", "up", "--home", self.home, *arguments, env=env)
 
     def up_detached(self, *arguments: str | Path) -> ManagedProcess:
@@ -89,14 +88,6 @@ class LocalStack:
             lambda: (now := self.process(name)).state == "READY" and now.restarts == killed.restarts + 1,
         )
         assert self.process(name).pid != killed.pid
-
-    @contextmanager
-    def frozen(self, trainer: str) -> Iterator[None]:
-        """The training process of an agent stands still meanwhile."""
-        pid = json.loads((self.home / "trainers" / trainer / "child.json").read_text())["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        yield
-        os.kill(pid, signal.SIGCONT)
 
     def kill_supervisor(self) -> None:
         """SIGKILL; the others live on."""

@@ -16,6 +16,7 @@ import slipstream
 _PRODUCT = Path(slipstream.__file__).parents[1]
 
 _LEAVE_SECONDS = 5.0
+_READ_SECONDS = 30.0
 
 ADDRESS = re.compile(r"(127\.0\.0\.1:\d+)")
 
@@ -56,7 +57,7 @@ class ManagedProcess:
         with self._changed:
             return "\n".join(self.lines)
 
-    def wait_for_line(self, pattern: str | re.Pattern[str], *, timeout: float = 30.0, start: int = 0) -> re.Match[str]:
+    def wait_for_line(self, pattern: str | re.Pattern[str], *, timeout: float = 60.0, start: int = 0) -> re.Match[str]:
         """The first match of `pattern` in a line printed so far or within `timeout` seconds.
 
         `start` skips that many lines, to wait for something that happened before already.
@@ -80,7 +81,7 @@ class ManagedProcess:
         why = "the process ended" if self._ended else f"{timeout:.0f} s went by"
         raise AssertionError(f"{why} without a line like {expression.pattern!r}; {self._story()}")
 
-    def wait_exit(self, *, timeout: float = 30.0) -> int:
+    def wait_exit(self, *, timeout: float = 60.0) -> int:
         """Exit status (negative: the signal that killed it), once everything it printed has been collected.
 
         Raises:
@@ -90,7 +91,7 @@ class ManagedProcess:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout:.0f} s; {self._story()}") from None
-        self._pump.join(5.0)
+        self._pump.join(_READ_SECONDS)
         return status
 
     def terminate(self) -> None:
@@ -148,7 +149,7 @@ class Processes:
         return process
 
     def start_target_server(
-        self, *arguments: str | Path, port: int = 0, timeout: float = 60.0, env: Mapping[str, str] | None = None
+        self, *arguments: str | Path, port: int = 0, timeout: float = 120.0, env: Mapping[str, str] | None = None
     ) -> tuple[ManagedProcess, str]:
         """A target server on 127.0.0.1, and its address once it serves. `port` names one to come back to."""
         listen = f"127.0.0.1:{port}"

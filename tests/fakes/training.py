@@ -27,7 +27,7 @@ class Trainer:
             *("--threads", "1", "--log-every", "0", *overrides, *arguments),
         )
 
-    def finish(self, address: str, *arguments: str, timeout: float = 60.0) -> ManagedProcess:
+    def finish(self, address: str, *arguments: str, timeout: float = 120.0) -> ManagedProcess:
         """Start, and wait until the run is finished."""
         process = self.start(address, *arguments)
         assert process.wait_exit(timeout=timeout) == 0, process.output

@@ -32,11 +32,11 @@ def test_a_run_of_the_real_agent(processes: Processes, tiny_recipe: Path, target
         assert slipstream(*create) == "typed PENDING on target local\n"
         places = ("--runs", tmp_path / "runs", "--state", tmp_path / "state")
         flags = ("--foreground", "--name", "hand", "--device", "cpu", *places)
+        stack.faults.hold(10)
         agent = processes.start(
             "slipstream.cli", "trainer", "start", *flags, env={**stack.faults.environment, **_own(environment)}
         )
         agent.wait_for_line("registered name=hand")
-        stack.faults.hold(10)
         stack.faults.wait_until_held(10)
         slipstream("run", "pause", "typed")
         # Else it might train to its end before its agent hears of that.

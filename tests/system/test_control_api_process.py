@@ -30,13 +30,13 @@ def call(address: str, method: str, path: str, body: Any = None) -> Any:
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
 def stream(address: str, cursor: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(id, kind, data) of each message after `cursor`; ends when the server does."""
-    connection = HTTPConnection(address, timeout=20)
+    connection = HTTPConnection(address, timeout=60)
     connection.request("GET", "/v1/runs/demo/events:stream", headers={"Last-Event-ID": cursor})
     fields: dict[str, str] = {}
     for raw in connection.getresponse():
@@ -59,7 +59,7 @@ def test_serves_until_sigterm(processes: Processes, tmp_path: Path) -> None:
     assert next(messages)[1] == "event"
     process.terminate()
     assert all(kind == "event" for _, kind, _ in messages), "an open stream does not keep the process"
-    assert process.wait_exit(timeout=10) == 0
+    assert process.wait_exit() == 0
     assert "Traceback" not in process.output
 
 

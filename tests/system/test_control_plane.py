@@ -126,7 +126,8 @@ def test_two_runs_two_trainers(
         stack.faults.wait_until_held(10)
         first.state("RUNNING")
 
-        stack.create("second", "train.max_steps=14", "checkpoint.every_steps=7", "train.seed=1")
+        # A held process trains on until its next checkpoint: that must not be the last one.
+        stack.create("second", "train.max_steps=28", "checkpoint.every_steps=7", "train.seed=1")
         second = watch(stack, "second")
         second.condition("NO_TRAINER_FREE", holds=True)
         two = stack.start_agent("two")
@@ -145,7 +146,7 @@ def test_two_runs_two_trainers(
         assert refused(stack, "/v1/trainers/two:attach", {"run": "first"}) is Reason.RUN_HAS_TRAINER
         stack.client.post("/v1/trainers/two:attach", {"run": "second"})
         second.state("SUCCEEDED")
-        assert stack.steps("second") == list(range(14)), "the second attempt went on where the first was"
+        assert stack.steps("second") == list(range(28)), "the second attempt went on where the first was"
 
         # While the first run is still at work on the same target.
         assert subscription_state(address, "second") == "OPEN"
@@ -169,7 +170,8 @@ def test_a_target_that_goes_away_and_comes_back(
     with agent_stack(processes, tiny_recipe, address, tmp_path) as stack:
         stack.faults.hold(10)
         stack.faults.hold(20)
-        stack.create("survivor", "train.max_steps=30", "checkpoint.every_steps=10")
+        # A held process trains on until its next checkpoint, and leaves with that: it must not be held there as well.
+        stack.create("survivor", "train.max_steps=30", "checkpoint.every_steps=5")
         run = watch(stack, "survivor")
         agent = stack.start_agent()
         stack.faults.wait_until_held(10)

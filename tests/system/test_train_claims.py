@@ -117,7 +117,7 @@ def test_an_unreachable_target_is_waited_for_and_a_stop_ends_the_wait(
 def test_another_target_under_a_run_is_refused(
     tiny_recipe: Path, target_address: str, processes: Processes, tmp_path: Path
 ) -> None:
-    run = Trainer(processes, tiny_recipe, tmp_path / "run", "name=loyal", "train.max_steps=12")
+    run = Trainer(processes, tiny_recipe, tmp_path / "run", "name=loyal", "train.max_steps=120")
     first = run.start(target_address)
     first.wait_for_line("checkpoint_saved step=5")
     first.kill()

@@ -168,10 +168,10 @@ def test_a_step_whose_only_pack_is_left_out_is_empty(desk: Desk) -> None:
 def test_no_more_is_fetched_than_was_allowed(desk: Desk) -> None:
     link, source = desk.start("modest", "train.max_steps=50", "stream.prefetch_packs=4")
     with source._changed:
-        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=20)
+        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=60)
     assert take(source, 2) == [[0], [1]]
     with source._changed:
-        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=20)
+        assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=60)
     stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
     ours = next(entry for entry in stats.subscriptions if entry.subscription == link.subscription)
     assert ours.packs_leased == 6
@@ -184,7 +184,7 @@ def test_a_pause_is_said_once_and_ends(desk: Desk, caplog: pytest.LogCaptureFixt
     said = Heard("stream_paused")
     desk.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=link.subscription))
     # A feeder whose room is full asks for nothing, and so hears nothing: what was ready before is taken first.
-    taking = time.monotonic() + 20
+    taking = time.monotonic() + 60
     while not said.event.wait(0.02):
         assert time.monotonic() < taking, "the pause was never said"
         if source.is_ready():
@@ -279,7 +279,7 @@ def test_a_stop_ends_the_wait(desk: Desk) -> None:
     thread.start()
     desk.stop.set()
     source.wake()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive() and len(taken) < 10_000
     source.close()
     assert not source._thread.is_alive()
