@@ -19,12 +19,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
-from tests.fakes.tiny_models import Family, save_tiny_model
+from tests.fakes.tiny_models import FAMILIES, Family, save_tiny_model
 from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 from tests.unit.evaluation.test_decode import NO_END, drafter_config, random_drafter
 
 PROMPT = torch.arange(5, 17)
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3")
 
 
 def load(directory: Path, family: Family = "llama") -> LoadedTarget:

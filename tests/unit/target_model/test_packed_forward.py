@@ -16,7 +16,7 @@ from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import decoder_layers
 from target_server.forward import PackedForward
 from target_server.target_model import TargetModel
-from tests.fakes.tiny_models import Family
+from tests.fakes.tiny_models import FAMILIES, Family
 from tests.unit.target_model.document_alone import (
     VOCAB_SIZE,
     layer_outputs,
@@ -25,7 +25,6 @@ from tests.unit.target_model.document_alone import (
     save_tiny_target,
 )
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
 # Longer and shorter than the sliding window of 8, exactly it, and single tokens first, in the middle and last.
 LENGTHS = (1, 23, 8, 1, 40, 9, 1)
 

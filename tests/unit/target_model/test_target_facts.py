@@ -13,10 +13,8 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget
 from slipstream.wire.target_config import TargetConfig, frozen_weight_names
-from tests.fakes.tiny_models import Family
+from tests.fakes.tiny_models import FAMILIES, Family
 from tests.unit.target_model.document_alone import VOCAB_SIZE, layer_outputs, load_tiny_target, save_tiny_target
-
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
 
 
 def load(directory: Path, family: Family = "llama", **model: Any) -> LoadedTarget:
@@ -90,7 +88,7 @@ def test_gemma_scales_offsets_and_caps(tmp_path: Path) -> None:
 
     assert config.embedding_scale == pytest.approx(96**0.5, rel=1e-6)
     assert config.norm_weight_offset == 1.0
-    assert config.logit_soft_cap == 30.0
+    assert config.logit_soft_cap == 4.0
     norm = read_frozen_weights(loaded.model, config)["norm.weight"]
     assert torch.equal(norm, loaded.model.model.norm.weight + 1.0)
 
