@@ -17,6 +17,7 @@ from slipstream.gguf_reading import gguf_read_once
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, locate_target, locate_tokenizer, model_error
+from slipstream.tensor_parallel import Rank, join_group, sharding_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,17 @@ class LoadedTarget:
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerFast"
     files: TargetFiles
+    ranks: int = 1
+    """Processes that share the model, this one included: every forward needs all of them."""
 
 
-def load_causal_lm(spec: TargetSpec, device: str) -> LoadedTarget:
+def load_causal_lm(spec: TargetSpec, device: str, rank: Rank | None = None) -> LoadedTarget:
     """Load the target of a run onto `device` (`cpu`, `cuda` or `cuda:N`) in `spec.dtype`.
+
+    Args:
+        spec: which target.
+        device: where to.
+        rank: of several processes that load one model together; each gets its part.
 
     Raises:
         SlipstreamError: MODEL_INVALID (files missing or unfit, no fast tokenizer, no chat template, unknown
@@ -51,11 +59,15 @@ def load_causal_lm(spec: TargetSpec, device: str) -> LoadedTarget:
     files = locate_target(spec)
     if files.is_gguf:
         _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
+    rank = rank or Rank()
+    if rank.count > 1:
+        join_group(rank, device)
     with _quiet_transformers(), _alone_and_read_once(files) if files.is_gguf else nullcontext(files.root) as root:
         tokenizer = _load_tokenizer(spec, files, root)
-        model = _load_model(spec, files, root, torch.device(device))
+        sharding = sharding_arguments(root, rank, _source(spec, files)) if rank.count > 1 else {}
+        model = _load_model(spec, files, root, torch.device(device), sharding)
     decoder_layers(model)
-    return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files)
+    return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files, rank.count)
 
 
 def load_tokenizer(spec: TargetSpec) -> "PreTrainedTokenizerFast":
@@ -124,23 +136,26 @@ def _load_tokenizer(spec: TargetSpec, files: TargetFiles, root: Path) -> "PreTra
     return tokenizer
 
 
-def _load_model(spec: TargetSpec, files: TargetFiles, root: Path, device: "torch.device") -> "PreTrainedModel":
+def _load_model(
+    spec: TargetSpec, files: TargetFiles, root: Path, device: "torch.device", sharding: dict[str, Any]
+) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
-    arguments: dict[str, Any] = _source(spec, files)
+    arguments: dict[str, Any] = _source(spec, files) | sharding
     if files.is_gguf:
         arguments |= _gguf_arguments()
     else:
         arguments["use_safetensors"] = True
-    if device.type != "cpu" and importlib.util.find_spec("accelerate"):
+    if device.type != "cpu" and not sharding and importlib.util.find_spec("accelerate"):
         # Weights go to the device file by file; without accelerate they pass through a whole copy in host memory.
         arguments["device_map"] = {"": device}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
         )
-        model.to(device)
+        if not sharding:
+            model.to(device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise SlipstreamError(
             f"The target {spec.model!r} does not fit into the memory of {device} in {spec.dtype}.",

@@ -21,6 +21,7 @@ from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_fingerprint import fingerprint_target
 from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.telemetry.logs import log_event
+from slipstream.tensor_parallel import Rank
 from slipstream.wire.target_config import TargetConfig
 from target_server.forward import PackedForward
 
@@ -43,21 +44,33 @@ class TargetModel:
         self.max_document_tokens = facts.max_document_tokens
         self._model = loaded.model
         self._must_compile = spec.compile is True
-        backend, self.compilation = choose_backend(spec, self.device, os.environ)
+        if loaded.ranks > 1:
+            backend, self.compilation = None, f"no: its layers are spread over {loaded.ranks} devices"
+        else:
+            backend, self.compilation = choose_backend(spec, self.device, os.environ)
         self._forward = PackedForward(loaded.model, backend=backend)
         self.attention = self._forward.attention
 
     @classmethod
-    def load(cls, spec: TargetSpec, *, device: str) -> "TargetModel":
+    def load(
+        cls, spec: TargetSpec, *, device: str, fingerprint: str | None = None, rank: Rank | None = None
+    ) -> "TargetModel":
         """Load, fingerprint and check the target on `device` (`cpu`, `cuda` or `cuda:N`).
+
+        Args:
+            spec: which target.
+            device: where to.
+            fingerprint: the target's, where somebody else has read the files for it.
+            rank: of several processes that load one model together.
 
         Raises:
             SlipstreamError: MODEL_INVALID, ENVIRONMENT_UNSUPPORTED or OUT_OF_MEMORY, with what to do about it.
         """
         start = time.monotonic()
-        loaded = load_causal_lm(spec, device)
-        # The files were just read, so hashing them costs no disk.
-        fingerprint = fingerprint_target(loaded.files, spec.dtype)
+        loaded = load_causal_lm(spec, device, rank)
+        if fingerprint is None:
+            # The files were just read, so hashing them costs no disk.
+            fingerprint = fingerprint_target(loaded.files, spec.dtype)
         target = cls(loaded, spec, fingerprint)
         log_event(
             _logger,
