@@ -108,26 +108,17 @@ def wants_graphs(spec: RunSpec, device: torch.device, num_parameters: int) -> tu
     setting = spec.train.cuda_graphs
     if setting is False:
         return False, "train.cuda_graphs is false"
-    obstacle = _obstacle(spec, device)
-    if obstacle and setting is True:
-        raise SlipstreamError(
-            f"train.cuda_graphs is true, but {obstacle}.",
-            reason=Reason.SPEC_INVALID,
-            remedy='Set train.cuda_graphs = false, or "auto".',
-        )
-    if obstacle:
-        return False, obstacle
+    if device.type != "cuda":
+        if setting is True:
+            raise SlipstreamError(
+                f"train.cuda_graphs is true, but the device is {device.type}.",
+                reason=Reason.SPEC_INVALID,
+                remedy='Set train.cuda_graphs = false, or "auto".',
+            )
+        return False, f"the device is {device.type}"
     if setting is True:
         return True, "train.cuda_graphs is true"
     size = f"{num_parameters / 1e6:.0f} million parameters"
     if num_parameters > MOST_RECORDED_PARAMETERS:
         return False, f"{size}: computing takes longer than launching"
     return True, f"{size}: launching takes longer than computing"
-
-
-def _obstacle(spec: RunSpec, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    if spec.optimizer.kind != "adamw":
-        return f"{spec.optimizer.kind} takes its learning rate from the host"
-    return None

@@ -26,6 +26,7 @@ from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.fused_adamw import adamw_update
+from drafter_trainer.heldout_matches import ChunkMatches, matched_slots, matches_of_chunk
 from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.memory import MemoryMeter
 from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
@@ -113,8 +114,7 @@ class TrainingStep:
             self.drafter, spec.optimizer, compute_dtype=self._compute_dtype, fused=self._fused_update(spec)
         )
         # Where the device reads the learning rate, so that neither a compiled nor a recorded update depends on it.
-        reads_rate = self.device.type == "cuda" and spec.optimizer.kind == "adamw"
-        self._rate = torch.zeros((), device=self.device) if reads_rate else None
+        self._rate = torch.zeros((), device=self.device) if self.device.type == "cuda" else None
         attention = self.drafter.attention_layout(spec.train.attention)
         self._layout = PackLayout(attention, config.block_size, config.mask_token_id)
         self._loss_config = resolve_loss_config(
@@ -135,6 +135,11 @@ class TrainingStep:
         self._lay_out: Callable[[Mapping[str, Tensor], Anchors], LaidOut] = self._layout
         self._forward = self._hidden_states
         self._chunk_loss = None
+        self.measures = spec.eval.heldout is not None
+        """Whether `matched` is called, and therefore warmed up."""
+        # A graph without gradients is another graph, so that measuring has its own compiled functions.
+        self._drafting = self._hidden_states
+        self._chunk_matches: ChunkMatches | None = None
         if self.device.type == "cuda":
             # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
             from drafter_trainer.flex_policy import compile_owned
@@ -144,6 +149,9 @@ class TrainingStep:
             self._lay_out = compile_owned(self._layout.__call__, name="pack_layout", graphs=shapes)
             self._forward = compile_owned(self._hidden_states, name="drafter", graphs=shapes)
             self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
+            if self.measures:
+                self._drafting = compile_owned(self._hidden_states, name="drafter_without_gradients", graphs=shapes)
+                self._chunk_matches = compile_owned(matches_of_chunk, name="chunk_matches", graphs=1)
             if round_weights is not None:
                 round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
         if round_weights is not None:
@@ -173,6 +181,14 @@ class TrainingStep:
         values = self._recorder(("update", len(sums)), update, {str(i): vector for i, vector in enumerate(sums)})
         return PendingStep(batch, learning_rate, values[: len(values) - max(0, missing)])
 
+    @torch.no_grad()
+    def matched(self, pack: TrainingPack) -> Tensor:
+        """Drafted tokens in a row that each block gets right, int64 [A]; nothing is learned, and no noise is added."""
+        inputs = {name: pack.tensors[name] for name in (*ROW_NAMES, *self._config.feature_names)}
+        laid_out = self._laid_out(inputs, pack.anchors)
+        hidden = self._hidden_of(inputs, pack.anchors, laid_out, self._drafting)
+        return matched_slots(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_matches)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set the float32 masters in place and clear the optimizer's state."""
         self.optimizer.load_weights(weights)
@@ -197,7 +213,7 @@ class TrainingStep:
         """The drafter's output [A·B, D], through the function that this run has compiled, ready for a backward."""
         inputs = self._inputs_of(pack)
         masks = self._laid_out(inputs, pack.anchors).masks
-        return self._hidden_of(inputs, pack.anchors, LaidOut(targets, masks))
+        return self._hidden_of(inputs, pack.anchors, LaidOut(targets, masks), self._forward)
 
     def _make_recorder(self, spec: RunSpec) -> Recorder:
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
@@ -243,7 +259,7 @@ class TrainingStep:
         """A function of its own, so that the hidden states are gone before the backward: nothing there needs them."""
         anchors = Anchors(inputs[_ANCHOR_POSITIONS], inputs[_ANCHOR_VALID])
         laid_out = self._laid_out(inputs, anchors)
-        hidden = self._hidden_of(inputs, anchors, laid_out)
+        hidden = self._hidden_of(inputs, anchors, laid_out, self._forward)
         self.memory.ended("forward", tokens)
         target = self._target_states(inputs, anchors)
         sums = drafter_loss(hidden, self._head, laid_out.targets, self._loss_config, self._chunk_loss, target)
@@ -266,10 +282,12 @@ class TrainingStep:
         with torch.no_grad():
             return self._lay_out({name: inputs[name] for name in ROW_NAMES}, anchors)
 
-    def _hidden_of(self, inputs: Mapping[str, Tensor], anchors: Anchors, laid_out: LaidOut) -> Tensor:
+    def _hidden_of(
+        self, inputs: Mapping[str, Tensor], anchors: Anchors, laid_out: LaidOut, forward: Callable[..., Tensor]
+    ) -> Tensor:
         attention = self._layout.attention(laid_out, inputs, anchors)
         block_ids, block_positions = laid_out.targets.block_ids, laid_out.targets.block_positions
-        return self._forward(self._captured(inputs), block_ids, inputs["position_ids"], block_positions, attention)
+        return forward(self._captured(inputs), block_ids, inputs["position_ids"], block_positions, attention)
 
     def _target_states(self, inputs: Mapping[str, Tensor], anchors: Anchors) -> TargetStates | None:
         if not self._needs_target_states:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.plan.loss_chunks import default_rows, fullest_length
-from slipstream.plan.sizes import RunSizes
+from slipstream.plan.sizes import MUON_NUMBERS_AT_ONCE, RunSizes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -187,12 +187,14 @@ def logits_bytes(sizes: RunSizes, device_bytes: int) -> int:
 
 
 def update_bytes(sizes: RunSizes) -> int:
-    """Of the optimizer's step: nothing for AdamW, which works in place; Muon keeps the masters of before and
-    orthogonalises one matrix after the other."""
+    """Of the optimizer's step: nothing for AdamW, which works in place; Muon orthogonalises matrices of one shape
+    together, in bfloat16: the batch, its iterate, the next one, and two Gram matrices, each at most as large."""
     if sizes.optimizer == "adamw":
         return 0
-    largest = max(sizes.num_features * sizes.hidden_size**2, sizes.hidden_size * sizes.intermediate_size)
-    return _FLOAT * sizes.matrix_parameters + 4 * 2 * largest + _FLOAT * largest
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    largest = max(sizes.num_features * hidden**2, hidden * max(sizes.intermediate_size, sizes.query_width))
+    of_one_shape = max(largest, 2 * layers * hidden * max(sizes.intermediate_size, sizes.query_width))
+    return 5 * 2 * min(of_one_shape, max(largest, MUON_NUMBERS_AT_ONCE))
 
 
 def expected_in_warm_up(sizes: RunSizes, plan: MemoryPlan) -> dict[str, int]:

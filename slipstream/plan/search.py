@@ -116,7 +116,7 @@ def _knobs(sizes: RunSizes, device_bytes: int) -> list[Iterator[Change]]:
         ),
         _steps("data.pack_tokens", "pack_tokens", sizes, _pack_lengths(sizes), 3.0),
         _steps("train.packs_per_step", "packs_per_step", sizes, _halves(sizes.packs_per_step), 2.5),
-        _flag("optimizer.kind=muon", sizes.optimizer == "adamw" and not sizes.cuda_graphs, {"optimizer": "muon"}, 4.0),
+        _flag("optimizer.kind=muon", sizes.optimizer == "adamw", {"optimizer": "muon"}, 4.0),
         _flag("optimizer.ema_decay=", sizes.moving_average, {"moving_average": False}, 4.0),
         _layers(sizes),
     ]

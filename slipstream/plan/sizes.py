@@ -14,6 +14,8 @@ TILE = 128
 MOST_RECORDED_PARAMETERS = 100_000_000
 """Of a drafter whose step train.cuda_graphs = "auto" records. Beyond, computing takes longer than launching, and the
 graph would only keep a second pool of memory."""
+MUON_NUMBERS_AT_ONCE = 1 << 26
+"""In matrices that Muon orthogonalises together: enough to fill a GPU, little beside the rest of a large drafter."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class RunSizes:
 def _records(spec: RunSpec, parameters: int) -> bool:
     """As the trainer decides it on a GPU."""
     if spec.train.cuda_graphs == "auto":
-        return spec.optimizer.kind == "adamw" and parameters <= MOST_RECORDED_PARAMETERS
+        return parameters <= MOST_RECORDED_PARAMETERS
     return spec.train.cuda_graphs
 
 

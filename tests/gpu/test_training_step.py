@@ -35,7 +35,7 @@ def _policy() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def make_spec(*, cuda_graphs: bool, packs_per_step: int = 1, slot_weights: str = "dpace") -> RunSpec:
+def make_spec(*, cuda_graphs: bool, packs_per_step: int = 1, kind: str = "adamw") -> RunSpec:
     return RunSpec(
         name="tiny",
         target=TargetSpec(model="m"),
@@ -48,8 +48,8 @@ def make_spec(*, cuda_graphs: bool, packs_per_step: int = 1, slot_weights: str =
             max_steps=10,
             cuda_graphs=cuda_graphs,
         ),
-        loss=LossSpec(slot_weights=slot_weights, chunk_rows=120),
-        optimizer=OptimizerSpec(ema_decay=0.9),
+        loss=LossSpec(slot_weights="dpace", chunk_rows=120),
+        optimizer=OptimizerSpec(kind=kind, ema_decay=0.9),
     )
 
 
@@ -97,13 +97,13 @@ def train(step: TrainingStep, packs_per_step: int) -> tuple[list[float], dict[st
     return [one.acceptance.loss for one in numbers], {name: tensor.clone() for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("packs_per_step", [1, 3])
-def test_recorded_or_not_a_step_learns_the_same_and_always_the_same(packs_per_step: int) -> None:
-    plain = make_step(make_spec(cuda_graphs=False, packs_per_step=packs_per_step))
+@pytest.mark.parametrize(("packs_per_step", "kind"), [(1, "adamw"), (3, "adamw"), (1, "muon")])
+def test_recorded_or_not_a_step_learns_the_same_and_always_the_same(packs_per_step: int, kind: str) -> None:
+    plain = make_step(make_spec(cuda_graphs=False, packs_per_step=packs_per_step, kind=kind))
     losses, state = train(plain, packs_per_step)
     assert plain._recorder.recorded == ()
 
-    step = make_step(make_spec(cuda_graphs=True, packs_per_step=packs_per_step))
+    step = make_step(make_spec(cuda_graphs=True, packs_per_step=packs_per_step, kind=kind))
     train(step, packs_per_step)
     parts = {("pack", length, "first") for length in LENGTHS} | {("update", packs_per_step)}
     if packs_per_step > 1:
@@ -120,9 +120,10 @@ def test_recorded_or_not_a_step_learns_the_same_and_always_the_same(packs_per_st
         assert distance < 0.05, (name, distance.item())
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_no_step_waits_for_the_gpu(cuda_graphs: bool) -> None:
-    step = make_step(make_spec(cuda_graphs=cuda_graphs, packs_per_step=2))
+def test_no_step_waits_for_the_gpu(cuda_graphs: bool, kind: str) -> None:
+    step = make_step(make_spec(cuda_graphs=cuda_graphs, packs_per_step=2, kind=kind))
     train(step, 2)
     given = batches(2)
     pending: list[PendingStep] = []

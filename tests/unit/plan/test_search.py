@@ -78,7 +78,7 @@ def test_the_recipe_takes_the_settings_and_then_fits(extra: list[str], memory: i
 FIXED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"layers_are_named": True}, "drafter.num_layers"),
     "pack": ({"least_pack_tokens": 4096}, "data.pack_tokens"),
-    "optimizer": ({"cuda_graphs": True}, "optimizer.kind"),
+    "optimizer": ({"optimizer": "muon"}, "optimizer.kind"),
 }
 
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from drafter_trainer.batch_source import StepBatch
 from drafter_trainer.checkpoint import Checkpoint, load_checkpoint, load_drafter_weights, save_checkpoint
+from drafter_trainer.flat_parameters import FlatLayout
+from drafter_trainer.muon import batches_of, orthogonalised
 from drafter_trainer.optimizer import DrafterOptimizer
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.schedule import learning_rate
@@ -44,8 +46,8 @@ def test_equals_torch_muon_for_matrices_and_adamw_for_the_rest() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_step_is_torch_muons_bit_for_bit(dtype: torch.dtype) -> None:
-    """With no clipping and a weight of 1 the gradient reaches Muon as it is."""
+def test_steps_are_torch_muons_but_for_the_last_bit(dtype: torch.dtype) -> None:
+    """With no clipping and a weight of 1 the gradient reaches Muon as it is; the step is rounded once more."""
     spec = OptimizerSpec(kind="muon", learning_rate=1e-2, muon_learning_rate=0.03, muon_momentum=0.9, clip_norm=1e6)
     module, reference = make_module(), make_module()
     optimizer = DrafterOptimizer(module, spec, compute_dtype=dtype)
@@ -58,9 +60,47 @@ def test_one_step_is_torch_muons_bit_for_bit(dtype: torch.dtype) -> None:
         for name, parameter in matrices.items():
             parameter.grad = by_name[name]
         muon.step()
-    assert all(torch.equal(optimizer.weights()[name], parameter) for name, parameter in matrices.items())
+    for name, parameter in matrices.items():
+        torch.testing.assert_close(optimizer.weights()[name], parameter.detach(), rtol=0.0, atol=1e-7)
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, optimizer.weights()[name].to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
+def test_matrices_together_become_what_torch_makes_of_each(shape: tuple[int, int]) -> None:
+    """A step of torch's Muon from zero, without momentum and with a rate of 1, is the orthogonalised gradient."""
+    generator = torch.Generator().manual_seed(3)
+    matrices = torch.randn(5, *shape, generator=generator) * torch.logspace(-4, 4, 5)[:, None, None]
+    matrices[1, :, 3] *= 1e-3
+    matrices[4] = 0.0
+    together = orthogonalised(matrices.bfloat16())
+    for matrix, ours in zip(matrices, together, strict=True):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = matrix
+        torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+        torch.testing.assert_close(-ours.float() * max(1.0, shape[0] / shape[1]) ** 0.5, parameter.detach())
+
+
+def test_batches_hold_one_shape_and_are_bounded() -> None:
+    layout = FlatLayout.of(
+        [(str(n), nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in enumerate([(4, 8), (8, 4)] * 3)]
+        + [(str(6 + n), nn.Parameter(torch.empty(4096, 12288, device="meta"))) for n in range(2)]
+    )
+    assert batches_of(layout) == [[0, 2, 4], [1, 3, 5], [6], [7]]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_rate_on_the_device_makes_the_same_step(weight_decay: float) -> None:
+    """What a recorded step gives."""
+    spec = MUON.model_copy(update={"weight_decay": weight_decay})
+    modules = make_module(), make_module()
+    for module, rate in zip(modules, (1e-2, torch.tensor(1e-2)), strict=True):
+        optimizer = DrafterOptimizer(module, spec, compute_dtype=torch.float32)
+        for step in range(2):
+            feed(optimizer, module, gradients(module, step), torch.float32)
+            optimizer.apply(rate, scalar(1.0), scalar(1.0))
+    for ours, theirs in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-7)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
