@@ -78,6 +78,11 @@ class PackedForward:
         """Decoder layers of the target."""
         return len(self._layers)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether layers are compiled, each for packs of a fixed number of tokens."""
+        return self._backend is not None
+
     def is_prepared(self, rows: int) -> bool:
         """Whether packs of `rows` tokens can be captured: where nothing is compiled, all can."""
         return self._backend is None or rows in self._compiled

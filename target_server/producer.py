@@ -13,6 +13,7 @@ from slipstream.telemetry.phase_times import PhaseTimes
 from target_server.packing import Pack
 from target_server.shelf import PackFacts
 from target_server.slot_writer import SlotMemory, SlotWrite, SlotWriter
+from target_server.state_cache_part import part_of
 from target_server.target_model import TargetModel
 from target_server.work_queue import Work
 
@@ -166,10 +167,11 @@ class Producer:
                 self._target.prepare(stream.pack_tokens)
             with self.times.measured("launch"):
                 pack = stream.sequence.pack(work.sequence_number)
+                part = part_of(pack, work.documents if self._target.computes_any_length else None)
                 states = self._target.capture(
-                    pack.token_ids, pack.document_lengths, stream.layer_ids, stream.last_hidden_state
+                    part.token_ids, part.document_lengths, stream.layer_ids, stream.last_hidden_state
                 )
-                write = self._writer.begin(stream, work.slot.index, _tensors_of(pack), states)
+                write = self._writer.begin(stream, work.slot.index, tensors_of(pack), states, part.rows)
         except BaseException:
             self._queue.abandon(work)
             raise
@@ -200,7 +202,7 @@ class Producer:
             self._queue.abandon(self._launched.popleft().work)
 
 
-def _tensors_of(pack: Pack) -> dict[str, torch.Tensor]:
+def tensors_of(pack: Pack) -> dict[str, torch.Tensor]:
     """The tensors `[T]` of a payload that do not come from the model."""
     return {
         "input_ids": torch.from_numpy(pack.token_ids),

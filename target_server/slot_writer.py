@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.wire.codec import ByteArray, PayloadLayout, write_tensor
+from slipstream.hidden_states.v1 import tensor_pb2
+from slipstream.wire.codec import ByteArray, PayloadLayout, view_tensor, write_tensor
+from target_server.state_cache_part import Rows
 
 
 class Slots(Protocol):
@@ -65,7 +67,12 @@ class SlotWriter:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(
-        self, stream: SlotMemory, slot_index: int, host: Mapping[str, Tensor], states: Mapping[str, Tensor]
+        self,
+        stream: SlotMemory,
+        slot_index: int,
+        host: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        rows: Rows | None = None,
     ) -> SlotWrite:
         """Write `host` tensors now, and `states` when the device has computed them.
 
@@ -74,6 +81,7 @@ class SlotWriter:
             slot_index: reserved for this pack.
             host: tensors in memory.
             states: at least one hidden state, on the device; nobody writes into them afterwards.
+            rows: where the states of a part of the pack belong; the slot's other rows stay as they are.
         """
         finite = _all_finite(states.values())
         stream.arena.begin_write(slot_index)
@@ -83,19 +91,29 @@ class SlotWriter:
             write_tensor(slot, specs[name], tensor)
         if self._copies is None:
             for name, state in states.items():
-                write_tensor(slot, specs[name], state)
+                _write_rows(slot, specs[name], state, rows)
             return SlotWrite(stream.arena, slot_index, finite, None)
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
         done = torch.cuda.Event()
         self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
         with torch.cuda.stream(self._copies):
             for name, state in states.items():
-                write_tensor(slot, specs[name], state, non_blocking=True)
+                _write_rows(slot, specs[name], state, rows)
             answer.copy_(finite, non_blocking=True)
             done.record()
         for tensor in (finite, *states.values()):
             tensor.record_stream(self._copies)
         return SlotWrite(stream.arena, slot_index, answer, done)
+
+
+def _write_rows(slot: ByteArray, spec: tensor_pb2.TensorSpec, state: Tensor, rows: Rows | None) -> None:
+    """Write a layer's states; from a GPU, leave the copies to the current CUDA stream."""
+    if rows is None:
+        write_tensor(slot, spec, state, non_blocking=state.is_cuda)
+        return
+    whole = view_tensor(slot, spec)
+    for here, there in rows:
+        whole[there].copy_(state[here], non_blocking=state.is_cuda)
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> Tensor:

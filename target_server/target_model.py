@@ -87,6 +87,11 @@ class TargetModel:
         )
         return target
 
+    @property
+    def computes_any_length(self) -> bool:
+        """Whether a part of a pack can be computed, and takes less time than all of it."""
+        return not self._forward.is_compiled
+
     def is_prepared(self, pack_tokens: int) -> bool:
         """Whether `prepare` has nothing to do for packs of this length."""
         return self._forward.is_prepared(pack_tokens)

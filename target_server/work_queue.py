@@ -20,6 +20,8 @@ class Work:
     stream: str
     sequence_number: int
     slot: Slot
+    documents: tuple[int, ...] | None = None
+    """The slot holds all but these documents of the pack already, and they alone need be computed. None: all do."""
 
 
 class WorkQueue:
