@@ -44,7 +44,8 @@ class TrainerRegister(Body):
     """For people: slipstream, torch, python."""
 
 
-TrainerStatus = Literal["FREE", "BUSY", "LEAVING", "LOST"]
+TrainerStatus = Literal["FREE", "BUSY", "LEAVING", "STOPPED", "LOST"]
+"""STOPPED: it was told to leave, and said goodbye. LOST: it fell silent without that."""
 
 
 class TrainerPublic(Resource):

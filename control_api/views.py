@@ -10,7 +10,7 @@ from control_api import schemas, trainer_schemas
 from control_api.bottleneck import bottleneck
 from control_api.exporter import Export
 from control_api.feed_cursor import Cursor
-from control_api.store import checkpoints, events, metrics, runs
+from control_api.store import checkpoints, events, metrics, runs, trainers
 from control_api.store.tables import Checkpoint, Event, LogLine, Metric, Run, StateChange, Target, Trainer
 from slipstream.run_spec.states import DesiredState, RunState, allowed_verbs
 
@@ -44,7 +44,10 @@ def target(row: Target) -> schemas.TargetPublic:
 def trainer(row: Trainer, *, is_lost: bool) -> trainer_schemas.TrainerPublic:
     """A trainer, with the run it works on."""
     held = row.assignments[0] if row.assignments else None
-    status = "LOST" if is_lost else "LEAVING" if row.leaving else "BUSY" if held else "FREE"
+    if trainers.has_left(row):
+        status = "STOPPED"
+    else:
+        status = "LOST" if is_lost else "LEAVING" if row.leaving else "BUSY" if held else "FREE"
     return trainer_schemas.TrainerPublic.model_validate(
         {
             "name": row.name,

@@ -53,7 +53,8 @@ def trainer(name: str) -> str | None:
             known = client.get(f"/v1/trainers/{name}")
     except SlipstreamError as error:
         return error.message
-    return f"the control API heard from it last at {known['last_seen_at']}" if known["status"] == "LOST" else None
+    is_gone = known["status"] in ("STOPPED", "LOST")
+    return f"the control API heard from it last at {known['last_seen_at']}" if is_gone else None
 
 
 CHECKS: dict[str, Callable[[str], str | None]] = {"api": api, "target": target, "trainer": trainer}

@@ -67,7 +67,7 @@ def get_trainer(trainer: str, services: ServicesDep) -> TrainerPublic:
 
 @router.delete("/{trainer}", operation_id="delete_trainer", status_code=204, responses=refusals(404, 409))
 def delete_trainer(trainer: str, services: ServicesDep, once: OnceDep) -> Response:
-    """Forget a trainer that is LOST and has no run. One that comes back registers itself anew."""
+    """Forget a trainer that is STOPPED or LOST and has no run. One that comes back registers itself anew."""
 
     def delete(session: Session) -> None:
         row = require_trainer(session, trainer)
@@ -78,11 +78,12 @@ def delete_trainer(trainer: str, services: ServicesDep, once: OnceDep) -> Respon
                 reason=Reason.TRAINER_BUSY,
                 remedy="Detach it, or stop the run.",
             )
-        if not services.reconciler.is_lost(row, services.clock()):
+        if not _is_gone(row, services):
             raise SlipstreamError(
-                f"Trainer {trainer!r} is heard of; only one that is LOST can be forgotten.",
+                f"Trainer {trainer!r} is heard of; only one that is STOPPED or LOST can be forgotten.",
                 reason=Reason.TRAINER_BUSY,
-                remedy=f"End its process, then wait {services.settings.trainer_timeout:g} s.",
+                remedy="Stop its process: SIGTERM, Ctrl-C, or `slipstream trainer stop` where it belongs to a local "
+                "stack.",
             )
         trainers.forget(row)
 
@@ -140,6 +141,11 @@ def detach_trainer(trainer: str, services: ServicesDep, once: OnceDep) -> Respon
     return once(detach)
 
 
+def _is_gone(row: Trainer, services: Services) -> bool:
+    """Whether nobody has its name any more."""
+    return trainers.has_left(row) or services.reconciler.is_lost(row, services.clock())
+
+
 def _view(row: Trainer, services: Services) -> TrainerPublic:
     return views.trainer(row, is_lost=services.reconciler.is_lost(row, services.clock()))
 
@@ -155,7 +161,7 @@ def _name_taken(row: Trainer) -> SlipstreamError:
 def _register(session: Session, body: TrainerRegister, services: Services) -> TrainerPublic:
     now = services.clock()
     row = trainers.find(session, body.name)
-    if row is not None and row.instance_id != body.instance_id and not services.reconciler.is_lost(row, now):
+    if row is not None and row.instance_id != body.instance_id and not _is_gone(row, services):
         raise _name_taken(row)
     if row is None:
         row = trainers.find_or_new(session, body.name, now=now)
@@ -173,6 +179,12 @@ def _register(session: Session, body: TrainerRegister, services: Services) -> Tr
 
 def _attach(session: Session, trainer: Trainer, run: Run, services: Services) -> None:
     now, state = services.clock(), RunState(run.state)
+    if trainers.has_left(trainer):
+        raise SlipstreamError(
+            f"Trainer {trainer.name!r} was stopped.",
+            reason=Reason.TRAINER_LOST,
+            remedy="Start it again, then attach it.",
+        )
     if trainers.open_assignment(session, trainer) is not None or trainer.leaving:
         raise SlipstreamError(
             f"Trainer {trainer.name!r} has a run, or is about to leave.",

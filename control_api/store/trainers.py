@@ -30,6 +30,11 @@ def forget(trainer: Trainer) -> None:
     trainer.forgotten = True
 
 
+def has_left(trainer: Trainer) -> bool:
+    """Whether it said goodbye: it was told to leave, and holds nothing."""
+    return trainer.leaving and not trainer.assignments
+
+
 def page(session: Session, *, after: int, size: int) -> Sequence[Trainer]:
     """In the order of their first registration."""
     return session.scalars(

@@ -62,7 +62,8 @@ class Readiness:
             return _detail(status, body)
         heard = _seconds(body["last_seen_at"])
         # Of an earlier life, it says nothing about this one.
-        return None if body["status"] != "LOST" and heard >= process.since else "has not been heard of yet"
+        is_gone = body["status"] in ("STOPPED", "LOST")
+        return None if not is_gone and heard >= process.since else "has not been heard of yet"
 
     def _ask(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
         answer = self._http.request(method, path)

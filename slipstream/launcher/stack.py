@@ -161,7 +161,9 @@ def remove_trainer(home: Path, name: str) -> None:
         if len(rest) == len(stack.trainers):
             names = ", ".join(trainer.name for trainer in rest) or "none"
             raise SlipstreamError(
-                f"this stack has no trainer {name!r}", reason=Reason.TRAINER_UNKNOWN, remedy=f"Its trainers: {names}."
+                f"this stack has no trainer {name!r}",
+                reason=Reason.TRAINER_UNKNOWN,
+                remedy=f"Its trainers: {names}. One that was started by hand leaves with Ctrl-C or SIGTERM.",
             )
         _replace(home, stack, rest)
 

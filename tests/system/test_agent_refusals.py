@@ -11,6 +11,7 @@ from control_api.app import create_app
 from control_api.settings import Settings
 from control_api.store.database import Database
 from control_api.store.trainers import find
+from slipstream.control_client import ControlClient
 from tests.fakes.http_server import serving
 from tests.fakes.processes import ManagedProcess, Processes
 
@@ -64,6 +65,10 @@ def test_wrong_token_and_foreign_name(api: Api) -> None:
     first.terminate()
     assert first.wait_exit() == 0, first.output
     assert "told_the_api=true" in first.output
+    with ControlClient(api.address, TOKEN) as client:
+        assert client.get("/v1/trainers/t1")["status"] == "STOPPED"
+    heir = api.agent(state="another")
+    heir.wait_for_line("registered name=t1")
 
 
 def test_a_control_api_of_another_version(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,9 @@ class Overview {
     const count = (list, member, value) => list.filter((one) => one[member] === value).length;
     const working = this.#runs.filter((run) => run.state === "RUNNING");
     const lost = count(trainers, "status", "LOST");
+    const stopped = count(trainers, "status", "STOPPED");
     this.#figures.runs.show(integer(this.#runs.length), `${integer(working.length)} running`);
-    this.#figures.trainers.show(integer(trainers.length - lost),
+    this.#figures.trainers.show(integer(trainers.length - lost - stopped),
       `${count(trainers, "status", "BUSY")} busy, ${count(trainers, "status", "FREE")} free${lost ? `, ${lost} lost` : ""}`);
     this.#figures.targets.show(integer(targets.length), `${count(targets, "status", "REACHABLE")} reachable`);
     const pace = working.reduce((sum, run) => sum + (run.throughput?.trainer_tokens_per_second ?? 0), 0);

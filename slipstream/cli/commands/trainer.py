@@ -1,4 +1,4 @@
-"""`slipstream trainer …`: start and stop trainer agents, list them, give them runs and take them off."""
+"""`slipstream trainer …`: start, stop and forget trainer agents, list them, give them runs and take them off."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
-    parser = subparsers.add_parser("trainer", help="trainers: start, stop, list, attach to a run, detach")
+    parser = subparsers.add_parser("trainer", help="trainers: start, stop, list, attach to a run, detach, remove")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     start = actions.add_parser(
         "start",
@@ -50,6 +50,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     attach.add_argument("run", metavar="RUN", help="a run that no trainer works on")
     detach = actions.add_parser("detach", help="ask a trainer to save and leave its run, which waits for another")
     detach.add_argument("trainer", metavar="TRAINER", help="its name")
+    remove = actions.add_parser("remove", help="forget a trainer that is STOPPED or LOST; it may come back")
+    remove.add_argument("trainer", metavar="TRAINER", help="its name")
     for action in actions.choices.values():
         add_api_flags(action)
 
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: whatever the control API or the local stack refuses.
     """
-    return {"start": _start, "stop": _stop, "ls": _list, "attach": _attach, "detach": _detach}[args.action](args)
+    return HANDLERS[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -148,6 +150,15 @@ def _stop(args: argparse.Namespace) -> int:
     return 0
 
 
+def _remove(args: argparse.Namespace) -> int:
+    from slipstream.control_client import segment
+
+    with control_api(args) as client:
+        client.delete(f"/v1/trainers/{segment(args.trainer)}")
+    _say(args, {"name": args.trainer}, f"{args.trainer} is forgotten", "trainer ls")
+    return 0
+
+
 def _is_api_of_stack(args: argparse.Namespace, home: Path) -> bool:
     from slipstream.launcher.home import is_up, read_supervisor
 
@@ -189,3 +200,13 @@ def _become_agent(args: argparse.Namespace) -> int:
             command += [flag, str(value)]
     token = {"SLIPSTREAM_TOKEN": access.token} if access.token else {}
     os.execve(sys.executable, command, os.environ | token)
+
+
+HANDLERS = {
+    "start": _start,
+    "stop": _stop,
+    "ls": _list,
+    "attach": _attach,
+    "detach": _detach,
+    "remove": _remove,
+}

@@ -75,6 +75,18 @@ def test_attach_refusals(desk: Desk, slipstream: Command) -> None:
         assert words in answer.err, arguments
 
 
+def test_remove(desk: Desk, slipstream: Command) -> None:
+    work = desk.running()
+    answer = slipstream("trainer", "remove", "t1")
+    assert (answer.status, answer.out) == (14, "") and "holds run 'demo'" in answer.err
+    desk.beat("t1", report(work, "STOPPED"), leaving=True)
+    assert slipstream("trainer", "ls").out.splitlines()[1].split()[:3] == ["t1", "STOPPED", "-"]
+    answer = slipstream("trainer", "remove", "t1")
+    assert (answer.status, answer.out, answer.err) == (0, "t1 is forgotten\n", "next: slipstream trainer ls\n")
+    answer = slipstream("trainer", "remove", "t1", "-o", "json")
+    assert answer.status == 13 and "There is no trainer 't1'" in answer.err
+
+
 def test_attach_to_a_run_at_rest_names_the_verbs(desk: Desk, slipstream: Command) -> None:
     desk.target()
     desk.run()

@@ -364,6 +364,27 @@ def test_an_agent_that_leaves_gives_its_run_to_another(desk: Desk) -> None:
     assert desk.get("runs/demo")["trainers"] == ["t2"]
 
 
+def test_an_agent_that_said_goodbye_is_not_lost_and_its_name_is_free(client: TestClient, desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "STOPPED"), leaving=True)
+    for seconds in (0, 100):
+        desk.clock.forward(seconds)
+        assert desk.get("trainers/t1")["status"] == "STOPPED"
+    body = assert_problem(client.post("/v1/trainers/t1:attach", json={"run": "demo"}), 409, "TRAINER_LOST")
+    assert body["detail"].startswith("Trainer 't1' was stopped.")
+    desk.trainer("t1", instance_id="another")
+    assert desk.get("trainers/t1")["status"] == "FREE"
+    desk.beat("t1", instance_id="another", leaving=True)
+    assert client.delete("/v1/trainers/t1").status_code == 204
+
+
+def test_an_agent_that_is_killed_while_it_leaves_is_lost(desk: Desk) -> None:
+    work = desk.running()
+    desk.beat("t1", report(work, "RUNNING"), leaving=True)
+    desk.clock.forward(16)
+    assert desk.get("trainers/t1")["status"] == "LOST"
+
+
 def test_another_storage_under_the_same_name(client: TestClient, desk: Desk) -> None:
     desk.running()
     desk.trainer("t1", storage="disk-2")
