@@ -27,10 +27,9 @@ from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.command import open_checkpoint
 from drafter_trainer.evaluation.compare import compare
 from drafter_trainer.evaluation.decode import Decoded
-from drafter_trainer.evaluation.prompt_decoder import end_ids
-from drafter_trainer.evaluation.prompts import Prompt, load_prompts
 from drafter_trainer.evaluation.setting import COMPILER, PLAIN, TRAINED, Setting
 from slipstream.chat_rendering import render_chat
+from slipstream.eval_prompts import Prompt, end_ids, load_prompts
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import DrafterSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
-from drafter_trainer.evaluation.prompts import load_prompts
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import load_prompts
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event

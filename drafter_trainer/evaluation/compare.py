@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.losslessness import Difference, first_difference
-from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.setting import PLAIN, Setting
+from slipstream.eval_prompts import Prompt
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from jinja2.exceptions import TemplateError
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
-from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.samples import token_texts
 from drafter_trainer.evaluation.setting import COMPILER, PLAIN, TRAINED, UNTRAINED, DecodingPlan, Setting
 from drafter_trainer.formats.opening import open_drafter
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import Prompt, end_ids
 from slipstream.run_spec.reasons import Reason
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
@@ -256,10 +256,3 @@ class PromptDecoder:
             return decode_greedily(cached, block, ids, max_new_tokens, self._end_ids)
         finally:
             cached.close()
-
-
-def end_ids(target: LoadedTarget) -> frozenset[int]:
-    """Tokens that end an answer: the model's own and the tokenizer's."""
-    configured = target.model.generation_config.eos_token_id if target.model.generation_config else None
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in (*listed, target.tokenizer.eos_token_id) if i is not None)

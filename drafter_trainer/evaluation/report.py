@@ -13,10 +13,10 @@ from drafter_trainer.evaluation.compare import Comparison, Tally
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import COVERAGE, RESAMPLES, SEED, intervals
 from drafter_trainer.evaluation.losslessness import Difference
-from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.samples import pieces
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
 
 

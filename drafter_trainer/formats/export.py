@@ -11,7 +11,6 @@ from torch import Tensor
 from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.checkpoint_state import CheckpointState, read_state
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.drafter_format import Verifier
 from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, read_licence
@@ -24,6 +23,7 @@ from drafter_trainer.formats.run_metrics import seconds_of_steps
 from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
 from drafter_trainer.formats.tensors import check_tensors
 from slipstream.disk import disk_errors_in_words, write_atomically
+from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_facts import read_target_facts
 from slipstream.target_files import locate_target

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.formats.drafter_format import PublishedDrafter
 from drafter_trainer.formats.module import as_module, check_copies
 from drafter_trainer.formats.provenance import read_provenance
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
+from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import load_causal_lm

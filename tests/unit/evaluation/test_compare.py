@@ -11,11 +11,11 @@ from rich.console import Console
 from drafter_trainer.evaluation.compare import Comparison, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.report import print_report, to_dict, write_report
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
 from slipstream.target_loading import LoadedTarget
 from tests.unit.evaluation.test_decode import random_drafter

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drafter_trainer.evaluation.prompts import load_prompts
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import load_prompts
 from slipstream.run_spec.reasons import Reason
 
 USER = [{"role": "user", "content": "Hi"}]

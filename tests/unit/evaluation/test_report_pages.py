@@ -11,11 +11,11 @@ from drafter_trainer.evaluation.compare import PromptCount, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import intervals
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.prompts import Prompt
 from drafter_trainer.evaluation.report import to_dict
 from drafter_trainer.evaluation.report_pages import to_html, to_markdown, write_pages
 from drafter_trainer.evaluation.samples import kinds, token_texts
 from drafter_trainer.evaluation.setting import PLAIN, DecodingPlan, Setting
+from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import LoadedTarget
 from tests.unit.evaluation.test_decode import random_drafter

@@ -14,7 +14,6 @@ import torch
 
 from drafter_trainer.checkpoint_state import newest_checkpoint
 from drafter_trainer.cli import main
-from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.formats.command import find_checkpoint
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
@@ -24,6 +23,7 @@ from drafter_trainer.formats.self_test import TargetReader, compare_forward, run
 from drafter_trainer.formats.sglang import SglangFormat
 from drafter_trainer.formats.vllm import VllmFormat
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import load_causal_lm

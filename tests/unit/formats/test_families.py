@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.evaluation.prompt_decoder import end_ids
 from drafter_trainer.formats.drafter_format import Verifier
 from drafter_trainer.formats.module import as_module
 from drafter_trainer.formats.published import FORMATS, read_published
 from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.self_test import TargetReader, run_self_test
 from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_target_facts
 from slipstream.target_loading import load_causal_lm

@@ -1,14 +1,17 @@
-"""Prompts for evaluation: JSONL(.gz) with `messages` or `prompt`, and optionally `id` and `source`."""
+"""Prompts for evaluation: JSONL(.gz) with `messages` or `prompt`, maybe with `id` and `source`; where answers end."""
 
 import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+
+if TYPE_CHECKING:
+    from slipstream.target_loading import LoadedTarget
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ def load_prompts(path: Path, per_source: int | None) -> list[Prompt]:
     if not prompts:
         raise _invalid(f"{path} holds no prompts", "Give a JSONL file with one prompt a line.")
     return prompts
+
+
+def end_ids(target: "LoadedTarget") -> frozenset[int]:
+    """Tokens that end an answer: the model's own and the tokenizer's."""
+    configured = target.model.generation_config.eos_token_id if target.model.generation_config else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*listed, target.tokenizer.eos_token_id) if i is not None)
 
 
 def _read(path: Path) -> Iterator[Prompt]:
