@@ -5,7 +5,8 @@
 
 `step-00000042` has trained 42 steps: 0 … 41. `drafter.safetensors` (float32, names as in the DFlash formats; the moving
 average of a run that keeps one, whose masters are then with the optimizer) and `drafter_config.json` are all that
-evaluation needs. `latest` is a symbolic link, replaced atomically.
+evaluation needs. `latest` is a symbolic link, replaced atomically, and so is `best`: the checkpoint with the largest
+held-out estimate among those that are here, which is never removed to make room. There is none before one was measured.
 
 The tensors are written beside the others without the run directory's lock, for they take long; the rest is written, and
 all of it put into its place, under the lock, by the incarnation that still owns the run then.
@@ -16,7 +17,7 @@ one that was about to make room for a new one of the same name.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,18 @@ from drafter_trainer.checkpoint_state import (
     FORMAT_VERSION,
     MANIFEST,
     CheckpointState,
+    HeldoutEstimate,
+    best_checkpoint,
     by_age,
     file_checksum,
     parse_state,
+    read_state,
     verify,
 )
 from drafter_trainer.run_directory import RunDirectory, disk_errors_in_words
 from drafter_trainer.safetensors_file import write_safetensors
 from slipstream.disk import sync_directory
+from slipstream.errors import SlipstreamError
 
 _TENSOR_FILES = ("drafter", "optimizer", "rng")
 
@@ -59,7 +64,9 @@ def save_checkpoint(
     keep: int,
     incarnation_held: Callable[[], AbstractContextManager[int]] | None = None,
 ) -> Path:
-    """Save, point `latest` at it, and remove all but the newest `keep`; returns the directory.
+    """Save, point `latest` at it and `best` at the best, and remove all but that and the newest `keep`.
+
+    Returns the directory.
 
     Args:
         run: where.
@@ -89,7 +96,9 @@ def save_checkpoint(
         with held() as incarnation, run.owned(incarnation):
             _write_the_rest(unfinished, checkpoint, incarnation, files)
             _put_into_place(unfinished, final)
-            superseded = _set_aside(run.checkpoints, keep=keep, protected=final.name)
+            best = best_checkpoint(run.checkpoints)
+            protected = {final.name} if best is None else {final.name, best.name}
+            superseded = _set_aside(run.checkpoints, keep=keep, protected=protected)
         # Deleting gigabytes takes a while, too.
         for directory in superseded:
             shutil.rmtree(directory, ignore_errors=True)
@@ -156,7 +165,9 @@ def _put_into_place(unfinished: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     unfinished.rename(final)
-    _point_latest(final.parent, final.name)
+    # First `best`: whatever `latest` has ever pointed to was then compared with it.
+    _point_best(final.parent)
+    _point(final.parent / "latest", final.name)
     for leftover in final.parent.glob(".replaced-*"):
         shutil.rmtree(leftover)
 
@@ -174,19 +185,46 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _point_latest(checkpoints: Path, name: str) -> None:
-    link = checkpoints / f".latest.{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    link.replace(checkpoints / "latest")
-    sync_directory(checkpoints)
+def _point_best(checkpoints: Path) -> None:
+    """At the best of all that are here and were measured on the same answers as the newest; the older on a tie.
+
+    All are looked at, so that a trainer killed between two renames leaves nothing that the next save does not mend.
+    """
+    found = [(directory, _estimate_of(directory)) for directory in by_age(checkpoints.glob("step-[0-9]*"))]
+    measured = [(directory, estimate) for directory, estimate in found if estimate is not None]
+    if not measured:
+        return
+    answers = measured[-1][1].answers
+    best, _ = max(
+        ((directory, estimate) for directory, estimate in measured if estimate.answers == answers),
+        key=lambda one: one[1].accepted_length,
+    )
+    if best_checkpoint(checkpoints) != best:
+        _point(checkpoints / "best", best.name)
 
 
-def _set_aside(checkpoints: Path, *, keep: int, protected: str) -> list[Path]:
+def _estimate_of(directory: Path) -> HeldoutEstimate | None:
+    """None for a damaged checkpoint, too: it is none."""
+    try:
+        return read_state(directory).heldout
+    except SlipstreamError:
+        return None
+
+
+def _point(link: Path, name: str) -> None:
+    """Make or replace a symbolic link in one go."""
+    fresh = link.parent / f".{link.name}.{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    fresh.replace(link)
+    sync_directory(link.parent)
+
+
+def _set_aside(checkpoints: Path, *, keep: int, protected: Collection[str]) -> list[Path]:
     """Rename all but the newest `keep` and `protected`, so that nobody takes them for checkpoints; under the lock."""
     superseded = []
     for directory in by_age(checkpoints.glob("step-[0-9]*"))[:-keep]:
-        if directory.name != protected:
+        if directory.name not in protected:
             aside = checkpoints / f".unfinished-deletion-of-{directory.name}"
             shutil.rmtree(aside, ignore_errors=True)
             superseded.append(directory.rename(aside))

@@ -48,6 +48,16 @@ class LoopState(_Record):
     not_finite_in_row: int = 0
 
 
+class HeldoutEstimate(_Record):
+    """What these weights would be accepted of, measured while the run trained; see `heldout`."""
+
+    accepted_length: float
+    """Tokens a round, bonus included, over all sources: every round weighs the same."""
+    by_source: dict[str, float]
+    answers: str
+    """Names the held-out answers: estimates on others do not compare."""
+
+
 class CheckpointState(_Record):
     """Everything in a checkpoint that is not a tensor."""
 
@@ -64,6 +74,9 @@ class CheckpointState(_Record):
     """The resolved run definition."""
     versions: dict[str, str]
     """Of python, torch, slipstream; and the machine."""
+    heldout: HeldoutEstimate | None = None
+    """None where nothing was measured: no eval.heldout, or a checkpoint out of turn, saved because the run was told to
+    stop."""
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
@@ -78,6 +91,13 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     if named is not None:
         log_event(_log, "warning", "latest_points_nowhere", directory=str(named), instead=str(newest))
     return newest
+
+
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """What `best` points to, if that is there."""
+    best = checkpoints / "best"
+    named = checkpoints / best.readlink() if best.is_symlink() else None
+    return named if named is not None and named.exists() else None
 
 
 def read_state(directory: Path) -> CheckpointState:

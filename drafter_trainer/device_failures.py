@@ -50,6 +50,7 @@ class Phase(StrEnum):
     PACKS = "taking the packs of a step"
     STEP = "starting a step"
     RESULT = "waiting for a step"
+    HELDOUT = "measuring held-out acceptance"
     SAVE = "saving a checkpoint"
 
 

@@ -1,5 +1,6 @@
 """The training loop: take a step's packs, launch the step, settle the one before, save when it is time."""
 
+import dataclasses
 import logging
 from collections import deque
 from dataclasses import dataclass, field
@@ -7,10 +8,11 @@ from pathlib import Path
 
 from drafter_trainer.batch_source import BatchSource, StepBatch
 from drafter_trainer.checkpoint import Checkpoint
-from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
+from drafter_trainer.checkpoint_state import CheckpointState, Cursor, HeldoutEstimate, LoopState
 from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.progress import Progress
 from drafter_trainer.resume import rng_state, versions
@@ -42,6 +44,8 @@ class RunParts:
     progress: Progress
     reporter: StepReporter
     writer: CheckpointWriter
+    heldout: HeldoutEvaluation | None = None
+    """None where the recipe names no held-out answers."""
 
 
 @dataclass
@@ -65,6 +69,8 @@ class TrainingLoop:
         # While a GPU computes one step, the host prepares the next. A CPU computes in `run` itself.
         self._steps_in_flight = 1 if parts.step.device.type == "cuda" else 0
         self._saved_step = standing.next_step
+        self._measured: tuple[int, HeldoutResult | None] = (standing.next_step, None)
+        """Steps trained by then, and what was found."""
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def run(self) -> None:
@@ -77,11 +83,15 @@ class TrainingLoop:
         while (batch := self._next_batch()) is not None:
             self._launch(batch)
             self._settle(leave=self._steps_in_flight)
-            if (batch.step + 1) % self._parts.spec.checkpoint.every_steps == 0:
+            if self._is_saved_after(batch.step):
                 self._save()
             self._note_saved()
         self._save()
         self._note_saved(wait=True)
+
+    def _is_saved_after(self, step: int) -> bool:
+        """Whether a checkpoint is due, however the run goes on."""
+        return (step + 1) % self._parts.spec.checkpoint.every_steps == 0
 
     def _next_batch(self) -> StepBatch | None:
         if not self._parts.source.is_ready():
@@ -115,6 +125,7 @@ class TrainingLoop:
         """Commit, count and record a step. In this order: a newer trainer's claim stops us before we write."""
         self._commit(step)
         self._count(step, numbers)
+        measured = self._measure(step)
         with self._parts.link.incarnation_held() as incarnation, self._parts.directory.owned(incarnation):
             record = self._parts.reporter.record(
                 step,
@@ -124,9 +135,27 @@ class TrainingLoop:
                 waits=Waits(self._parts.source.waited_seconds, self._parts.writer.blocked_seconds),
                 incarnation=incarnation,
             )
+            if measured is not None:
+                record = dataclasses.replace(record, **measured.record_fields())
             self._parts.metrics.append(record)
         self._parts.progress.show(record)
         self._stop_if_not_finite()
+
+    def _measure(self, step: int) -> HeldoutResult | None:
+        """Held-out acceptance after this step, where a checkpoint comes next: no other step was launched since."""
+        heldout = self._parts.heldout
+        is_due = self._is_saved_after(step) or step + 1 == self.standing.total_steps
+        if heldout is None or not is_due:
+            return None
+        assert not self._launched, "the weights of a later step would be measured"
+        with failures_reported(Phase.HELDOUT):
+            measured = heldout.measure(self._parts.step)
+        self._measured = (step + 1, measured)
+        if measured is None:
+            log_event(_log, "info", "heldout_not_measured", step=step + 1, because="the run was told to stop")
+        else:
+            log_event(_log, "info", "heldout_measured", step=step + 1, **measured.log_fields())
+        return measured
 
     def _commit(self, step: int) -> None:
         try:
@@ -188,6 +217,7 @@ class TrainingLoop:
                 stream=self._parts.link.stream,
                 spec=self._parts.spec.model_dump(mode="json"),
                 versions=versions(),
+                heldout=self._estimate(),
             )
             checkpoint = Checkpoint(
                 state=state,
@@ -200,6 +230,10 @@ class TrainingLoop:
         with failures_reported(Phase.SAVE):
             self._parts.writer.save(checkpoint)
         self._saved_step = standing.next_step
+
+    def _estimate(self) -> HeldoutEstimate | None:
+        steps, found = self._measured
+        return found.estimate() if found is not None and steps == self.standing.next_step else None
 
     def _note_saved(self, *, wait: bool = False) -> None:
         """Take note of what was saved meanwhile; `wait`: until nothing is left to be saved."""

@@ -211,7 +211,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient = torch.zeros_like(blocks)
         numerator = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(counted)
-        for start, done, end in _chunks(len(labels), _chunk_length(len(labels), config)):
+        for start, done, end in block_chunks(len(labels), config):
             part = slice(start, end)
             new = counted[part].clone()
             new[:done] = False
@@ -237,6 +237,11 @@ def _chunk_length(num_blocks: int, config: LossConfig) -> int:
     if config.fills_tiles:
         return fullest_length(num_blocks, config.blocks_per_chunk, config.block_size - 1)
     return -(-num_blocks // -(-num_blocks // min(config.blocks_per_chunk, num_blocks)))
+
+
+def block_chunks(num_blocks: int, config: LossConfig) -> list[tuple[int, int, int]]:
+    """See `_chunks`, for as many blocks at once as the configuration allows."""
+    return _chunks(num_blocks, _chunk_length(num_blocks, config))
 
 
 def _chunks(num_blocks: int, length: int) -> list[tuple[int, int, int]]:

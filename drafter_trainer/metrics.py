@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from drafter_trainer.run_directory import disk_errors_in_words
 
@@ -47,6 +48,15 @@ class StepRecord:
     """The packs of the step."""
     time: str
     """UTC, ISO 8601."""
+    heldout_accepted_length: float | None = None
+    """Tokens a round, bonus included, that decoding the held-out prompts with the weights after this step would give;
+    null where nothing was measured, as the other heldout_ fields."""
+    heldout_slot_acceptance: tuple[float, ...] | None = None
+    """Share of rounds in which the draft in slot 1 … B-1 is kept, all before it included."""
+    heldout_sources: dict[str, dict[str, Any]] | None = None
+    """The same by source of the prompts: accepted_length, slot_acceptance, and the answers, rounds, tokens counted."""
+    heldout_seconds: float = 0.0
+    """The part of `seconds` that measuring took."""
 
 
 class MetricsFile:

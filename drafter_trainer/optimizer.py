@@ -4,7 +4,8 @@ The module computes with views of the masters (float32) or of a reduced copy of 
 AdamW or Muon, norms always by AdamW; a moving average follows where the recipe asks for one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from drafter_trainer.fused_adamw import AdamWUpdate, FusedAdamW
 from drafter_trainer.muon import MatrixMuon
 from drafter_trainer.update_rule import StepScale, UpdateRule
 from slipstream.run_spec.spec import OptimizerSpec
+
+_EXCHANGED_AT_ONCE = 1 << 24
+"""Weights, when an average takes the masters' place for a while."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,18 @@ class DrafterOptimizer:
         """What is evaluated and exported, float32 by name: the moving average if there is one, else the masters."""
         return self._layout.by_name(self._master if self._average is None else self._average.average)
 
+    @contextmanager
+    def deployed_in_place(self) -> Iterator[None]:
+        """Within the block the module computes with the deployed weights; afterwards all is as it was, bit for bit."""
+        if self._average is None:
+            yield
+            return
+        self._exchange_with_average()
+        try:
+            yield
+        finally:
+            self._exchange_with_average()
+
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a resumed run needs besides `deployed_weights`: the rules' state, the count of applied steps
         (`step`), and with a moving average the masters (`master.<name>`); views."""
@@ -192,6 +208,18 @@ class DrafterOptimizer:
             rule.computed = self._computed[begin : begin + rule.num_parameters]
             begin += rule.num_parameters
         self._computed = []
+
+    def _exchange_with_average(self) -> None:
+        """In place and piece by piece: a copy of all would be another four bytes a parameter."""
+        assert self._average is not None
+        for master, average in zip(
+            self._master.split(_EXCHANGED_AT_ONCE), self._average.average.split(_EXCHANGED_AT_ONCE), strict=True
+        ):
+            kept = master.clone()
+            master.copy_(average)
+            average.copy_(kept)
+        self._refresh_compute_weights()
+        self._tell_of_new_weights()
 
     def _refresh_compute_weights(self) -> None:
         if self._compute is not self._master:

@@ -41,12 +41,15 @@ class Progress:
         self._tokens = 0.0
         self._wait_seconds = 0.0
         self._seconds = 0.0
+        self._heldout: float | None = None
 
     def show(self, record: StepRecord) -> None:
         """Count the step; print when it is time, or when it is the last one."""
         self._seconds += record.seconds
         self._wait_seconds += record.data_wait_seconds
         self._tokens += record.tokens_per_second * record.seconds
+        if record.heldout_accepted_length is not None:
+            self._heldout = record.heldout_accepted_length
         now = time.monotonic()
         is_last = record.step + 1 == self._total_steps
         if not is_last and now - self._last_shown < (0.2 if self._in_place else self._log_every):
@@ -69,9 +72,10 @@ class Progress:
         done = record.step + 1
         loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
         seconds = max(self._seconds, 1e-9)
+        heldout = "" if self._heldout is None else f"held-out accepted length {self._heldout:.3f}  "
         return (
             f"step {done}/{self._total_steps} ({done / self._total_steps:.0%})  loss {loss}  "
-            f"accepted prefix {record.mean_matched_prefix:.2f}  "
+            f"accepted prefix {record.mean_matched_prefix:.2f}  {heldout}"
             f"{self._tokens / seconds:,.0f} tok/s  data wait {self._wait_seconds / seconds:.0%}  "
             f"ETA {_duration(record.eta_seconds)}"
         )

@@ -1,6 +1,7 @@
 """From a run definition to a loop that may train: every check in order of its cost, every refusal in words.
 
-environment → target → frozen weights → drafter → warm-up → weights → subscription, incarnation → loop
+environment → target → frozen weights → drafter → held-out answers → warm-up → weights → subscription and
+incarnation → loop
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from drafter_trainer.device_failures import Phase, failures_reported, reports_ke
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.frozen_weights import read_frozen_weights
+from drafter_trainer.heldout import prepare_heldout
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.memory import MemoryReport
 from drafter_trainer.metrics import MetricsFile
@@ -150,6 +152,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory = MemoryReport(spec, target_config, device)
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
+        heldout = prepare_heldout(spec, config, client, link, notice)
         what = "" if cache is None else compiled_for(spec, config, plan, device)
         with compiling_turn(cache, what, stop.event):
             warm_up_step(step, plan, target)
@@ -180,7 +183,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         leaving.callback(progress.end)
         leaving.callback(source.close)
         source.start(standing.next_step)
-        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, writer)
+        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, writer, heldout)
         yield TrainingLoop(parts, standing)
 
 
@@ -292,7 +295,8 @@ def compiler_and_device(device: torch.device) -> tuple[str, str, str]:
 def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan, device: torch.device) -> str:
     """All that decides what is compiled."""
     train = spec.train.model_dump_json(exclude={"seed", "max_steps", "max_tokens", "epochs", "max_not_finite_steps"})
-    run = config.to_json(), train, spec.loss.model_dump_json(), f"{plan.pack_lengths} {plan.num_anchors}"
+    measures = "measures" if spec.eval.heldout is not None else ""
+    run = config.to_json(), train, spec.loss.model_dump_json(), f"{plan.pack_lengths} {plan.num_anchors}", measures
     return "\n".join((__version__, *compiler_and_device(device), *run))
 
 

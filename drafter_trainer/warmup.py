@@ -1,9 +1,9 @@
 """The real step before the first pack: compiled, compared, run; only then do weights and optimizer get their values.
 
 Every graph a run needs is compiled here, in the thread that will use it; afterwards compiling is an error. These are
-the drafter with its backward once for each declared pack length, and the loss of a chunk: training computes nothing
-without gradients and drafts are decoded in another process, so there is no graph for evaluation. A warm-up of less than
-a step does not exist: `GradientCheck.add` and `TrainingStep.run` both end in a backward.
+the drafter with its backward once for each declared pack length, and the loss of a chunk. A run that measures held-out
+acceptance has the drafter once more for each length, without gradients, and the matches of a chunk. A warm-up of less
+than a step does not exist: `GradientCheck.add` and `TrainingStep.run` both end in a backward.
 
 Packs are adversarial: no anchor at all, one, every one, every anchor crowded into a context of 512 tokens, and
 documents of many lengths.
@@ -50,8 +50,10 @@ def warm_up(step: TrainingStep, plan: PackPlan, feature_dtype: torch.dtype, *, v
     check_gradients(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
     compared = time.monotonic()
     run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
+    match_blocks(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
     graphs = compiled_graphs()
     run_steps(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
+    match_blocks(step, adversarial_batches(step.device, plan, feature_dtype, vocab_size=vocab_size))
     require_same_graphs(graphs)
     CompilationFreeze(plan.pack_lengths).freeze()
     log_event(
@@ -147,6 +149,27 @@ def run_steps(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -> N
                 f"{numbers.gradient_norm} on finite input.",
                 reason=Reason.LOSS_NOT_FINITE,
                 remedy="A kernel is wrong on this machine: report what slipstream doctor prints.",
+            )
+
+
+def match_blocks(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -> None:
+    """Match the blocks of each as an evaluation does, waiting for the result; nothing where the run measures nothing.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED, a block without an anchor counts, or one counts more than it has.
+    """
+    if not step.measures:
+        return
+    for name, batch in batches:
+        pack = batch.packs[0]
+        matched = step.matched(pack)
+        wrong = (matched < 0) | (matched >= step.drafter.config.block_size) | ((matched > 0) & ~pack.anchors.valid)
+        if bool(wrong.any()):
+            raise SlipstreamError(
+                f"Matching the blocks of {name} counted {int(wrong.sum())} of them wrong.",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy="A kernel is wrong on this machine: report what slipstream doctor prints, or train without "
+                "eval.heldout.",
             )
 
 

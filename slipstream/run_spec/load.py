@@ -214,13 +214,14 @@ def _leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _resolve_paths(spec: RunSpec, directory: Path) -> RunSpec:
     files = tuple(file if is_hub_name(file) else _absolute(file, directory) for file in spec.data.files)
     prompts = spec.eval.prompts and _absolute(spec.eval.prompts, directory)
+    heldout = spec.eval.heldout and _absolute(spec.eval.heldout, directory)
     init_from = spec.drafter.init_from and _absolute(spec.drafter.init_from, directory)
     return spec.model_copy(
         update={
             "target": spec.target.model_copy(update={"model": _resolve_model(spec.target.model, directory)}),
             "data": spec.data.model_copy(update={"files": files}),
             "drafter": spec.drafter.model_copy(update={"init_from": init_from}),
-            "eval": spec.eval.model_copy(update={"prompts": prompts}),
+            "eval": spec.eval.model_copy(update={"prompts": prompts, "heldout": heldout}),
         }
     )
 

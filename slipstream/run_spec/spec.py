@@ -210,7 +210,7 @@ class OptimizerSpec(Section):
     """Float32 master weights, linear warm-up, a falling learning rate, clipping by global norm."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon for matrices, AdamW for norms."""
+    """muon: Muon for matrices, AdamW for norms."""
     learning_rate: PositiveFloat = 6e-4
     """Of AdamW."""
     muon_learning_rate: PositiveFloat | None = None
@@ -345,6 +345,10 @@ class EvalSpec(Section):
     """First so many prompts of every source; default: all."""
     max_new_tokens: PositiveInt = 128
     """Tokens decoded per prompt."""
+    heldout: Name | None = None
+    """The target's greedy answers to these prompts, made once by `slipstream data regenerate RECIPE --heldout`: with
+    them, every regular checkpoint is measured while the run trains, and the best one stays. Read by trainer and target
+    server; relative to the recipe's directory. See docs/evaluation.md."""
     dtype: Dtype = "float32"
     """Precision of target and drafter while decoding; only float32 proves losslessness token for token."""
     bfloat16_gap_bound: PositiveFloat = 0.5
