@@ -54,6 +54,8 @@ class Limits:
     """Leases of one subscription that are neither confirmed nor released."""
     longest_lease: float = 600.0
     """Seconds."""
+    patience: float = 10.0
+    """Seconds for which slower runs of its stream may hold a run up, beyond as many in which they did not."""
 
 
 class LeaseBook:
@@ -70,6 +72,8 @@ class LeaseBook:
         self.work = threading.Condition(self.lock)
         self.draining = False
         self.shelves: dict[str, Shelf] = {}
+        self.held_streams: set[str] = set()
+        """Streams whose shelf is about to be exchanged: nothing is computed for them."""
         self.horizons: dict[str, int | None] = {}
         """Stream → where its farthest cursor may be; None: anywhere."""
         self.unusable: dict[str, dict[int, tuple[str, ...]]] = {}

@@ -2,8 +2,8 @@
 
 Promises, whatever the order of calls: inside one subscription a pack is leased to one trainer at a time and packs are
 delivered in order; after a seek nothing that an older incarnation holds has any effect; a slot is never rewritten under
-an unexpired lease; some trainer or the engine can always go on, at the latest when a lease expires or a silent run
-counts as away. No bytes, no gRPC, no torch here.
+an unexpired lease; a run that stands still holds the others up for `Limits.patience` at most, because every active run
+has guaranteed slots and a share of the target's time. No bytes, no gRPC, no torch here.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server import admission
 from target_server.lease_book import DeliveryState, LeaseBook, stale, wait_until
+from target_server.scheduling import may_pin
 from target_server.shelf import Shelf
 from target_server.subscription import Lease, Start, Subscription, SubscriptionRecord, SubscriptionTerms
 
@@ -226,11 +227,12 @@ class LeaseLedger:
             return ()
         shelf = self._book.shelves.get(subscription.record.stream)
         room = min(ask.max_packs, self._book.limits.max_outstanding - len(subscription.leased))
+        active = list(self._book.active(subscription.record.stream))
         leases: list[Lease] = []
         while shelf is not None and len(leases) < room:
             sequence_number = subscription.next_undelivered()
             slot = None if sequence_number is None else shelf.ready(sequence_number)
-            if slot is None:
+            if slot is None or not may_pin(shelf, slot, subscription, active):
                 break
             leases.append(self._book.grant(subscription, slot, ask.time_to_live))
         subscription.ask_for(ask.max_packs - len(leases))

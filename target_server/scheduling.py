@@ -1,15 +1,19 @@
-"""⑥ Which pack is computed next, and which slot it gets.
+"""⑥ Which pack a convoy gets next, and which slot.
 
 Subscriptions whose cursors lie within one shelf of each other travel as a *convoy*: a pack computed for one serves all,
-and the ones ahead wait for the ones behind. Convoys take turns. Rules for a slot, first match wins:
+and the ones ahead wait for the ones behind. Who holds others up for too long is left behind (see pace.py) and travels
+apart, on slots of its own. Rules for a slot, first match wins:
 
     1. an empty slot;
-    2. a pack that no active subscription needs within its window, the one unused for longest;
-    3. a pack of the same convoy that is needed later than the one to be computed, the latest first;
-    4. for a convoy that has fewer than its guaranteed slots: the latest pack of a convoy that has more.
+    2. a pack that no active subscription needs within its window, the one unused for longest; of both kinds, a convoy
+       that has its guaranteed slots leaves as many as the others lack of theirs;
+    3. a pack that only this convoy needs, later than the one to be computed, the latest first;
+    4. for a convoy with fewer than its guaranteed slots before that pack: the latest pack that another convoy has
+       beyond its own guaranteed ones, which are its earliest.
 
-A pack under an unexpired lease, or being written, never gives way. Rules 1 and 2 never cause a recomputation among
-active subscriptions; 3 and 4 do, after a seek backwards and between convoys, and the shelf counts it.
+A pack under an unexpired lease, or being written, never gives way; how many leases there may be is held within the
+guarantee as well. Rules 1 and 2 never cause a recomputation among active subscriptions; 3 and 4 do, after a seek
+backwards and between convoys, and the shelf counts it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,27 +38,33 @@ class Choice:
 
 
 def convoys(active: Iterable[Subscription], window: int) -> list[Convoy]:
-    """Group the active subscriptions of one stream: neighbours at most `window` packs apart travel together."""
+    """Group the active subscriptions of one stream: neighbours at most `window` packs apart travel together, unless one
+    was left behind."""
     groups: list[list[Subscription]] = []
-    for subscription in sorted(active, key=lambda member: member.low):
-        if groups and subscription.low - groups[-1][-1].low <= window:
+    for subscription in sorted(active, key=lambda member: (member.pace.left_behind, member.low)):
+        last = groups[-1][-1] if groups else None
+        if last and last.pace.left_behind == subscription.pace.left_behind and subscription.low - last.low <= window:
             groups[-1].append(subscription)
         else:
             groups.append([subscription])
     return list(groups)
 
 
-def choose(shelf: Shelf, convoy: Convoy, all_convoys: Sequence[Convoy]) -> Choice | None:
-    """The convoy's next pack and its slot; None when it wants nothing or no slot can be had now."""
-    window = len(shelf)
+def next_missing(shelf: Shelf, convoy: Convoy) -> int | None:
+    """The first pack that a convoy wants and the shelf has not; None when it wants nothing."""
     missing = (
         sequence_number
         for member in convoy
         if may_be_served(member)
-        for sequence_number in member.wanted(window)
+        for sequence_number in member.wanted(len(shelf))
         if not shelf.holds(sequence_number)
     )
-    sequence_number = min(missing, default=None)
+    return min(missing, default=None)
+
+
+def choose(shelf: Shelf, convoy: Convoy, all_convoys: Sequence[Convoy]) -> Choice | None:
+    """The convoy's next pack and its slot; None when it wants nothing or no slot can be had now."""
+    sequence_number = next_missing(shelf, convoy)
     if sequence_number is None:
         return None
     slot = _choose_slot(shelf, sequence_number, convoy, all_convoys)
@@ -66,36 +76,70 @@ def may_be_served(subscription: Subscription) -> bool:
     return subscription.record.started and subscription.record.incarnation > 0
 
 
+def guaranteed_slots(num_slots: int, sharers: int) -> int:
+    """Slots that each of so many subscriptions, or convoys, is sure of: two, or its part of a smaller shelf."""
+    return max(1, min(GUARANTEED_SLOTS, num_slots // max(1, sharers)))
+
+
+def may_pin(shelf: Shelf, slot: Slot, reader: Subscription, active: Sequence[Subscription]) -> bool:
+    """Whether a lease on the slot leaves every other active subscription its guaranteed slots, to be leased in turn.
+
+    A run that leases and does not get on must not take the whole shelf from the others until its leases run out.
+    """
+    share = guaranteed_slots(len(shelf), len(active))
+    if slot.readers or len(reader.leased) < share:
+        return True
+    unpinned = sum(other.readers == 0 for other in shelf.slots) - 1
+    return unpinned >= sum(max(0, share - len(other.leased)) for other in active if other is not reader)
+
+
 def _choose_slot(shelf: Shelf, sequence_number: int, convoy: Convoy, all_convoys: Sequence[Convoy]) -> Slot | None:
     window = len(shelf)
-    empty = next((slot for slot in shelf.slots if slot.state is SlotState.EMPTY), None)
-    if empty is not None:
-        return empty
+    others = [other for other in all_convoys if other is not convoy]
+    empty = [slot for slot in shelf.slots if slot.state is SlotState.EMPTY]
     free = [slot for slot in shelf.ready_slots() if slot.readers == 0]
-    unneeded = [slot for slot in free if not any(_needs(other, slot, window) for other in all_convoys)]
-    if unneeded:
-        return min(unneeded, key=lambda slot: slot.last_used)
-    later = [slot for slot in free if _needs(convoy, slot, window) and slot.sequence_number > sequence_number]
+    own = [slot for slot in free if not any(_needs(other, slot, window) for other in others)]
+    unneeded = [slot for slot in own if not _needs(convoy, slot, window)]
+    if len(empty) + len(unneeded) > _reserved(shelf, convoy, others):
+        return empty[0] if empty else min(unneeded, key=lambda slot: slot.last_used)
+    later = [slot for slot in own if slot not in unneeded and slot.sequence_number > sequence_number]
     if later:
         return max(later, key=lambda slot: slot.sequence_number)
-    return _steal(shelf, free, convoy, all_convoys)
+    return _steal(shelf, sequence_number, convoy, others)
 
 
-def _steal(shelf: Shelf, free: Sequence[Slot], convoy: Convoy, all_convoys: Sequence[Convoy]) -> Slot | None:
-    """Rule 4. Windows of different convoys do not overlap, so a pack is needed by one convoy only."""
-    window = len(shelf)
-    share = max(1, min(GUARANTEED_SLOTS, len(shelf) // len(all_convoys)))
-    if _held(shelf, convoy) >= share:
+def _reserved(shelf: Shelf, convoy: Convoy, others: Sequence[Convoy]) -> int:
+    """Slots that a convoy with its guaranteed ones leaves to the others: they would only take them back."""
+    share = guaranteed_slots(len(shelf), 1 + len(others))
+    if len(_held(shelf, convoy)) < share:
+        return 0
+    return sum(max(0, share - len(_held(shelf, other))) for other in others)
+
+
+def _steal(shelf: Shelf, sequence_number: int, convoy: Convoy, others: Sequence[Convoy]) -> Slot | None:
+    """Rule 4. Nobody loses a guaranteed pack, so no two convoys take slots from each other in turn.
+
+    Windows of convoys overlap where one was left behind: a pack may be needed, and guaranteed, twice.
+    """
+    share = guaranteed_slots(len(shelf), 1 + len(others))
+    earlier = [slot for slot in _held(shelf, convoy) if slot.sequence_number < sequence_number]
+    if len(earlier) >= share:
         return None
-    rich = [other for other in all_convoys if other is not convoy and _held(shelf, other) > share]
-    candidates = [
-        (slot.sequence_number - other[0].low, slot) for other in rich for slot in free if _needs(other, slot, window)
-    ]
-    return max(candidates, key=lambda pair: pair[0])[1] if candidates else None
+    distances: dict[int, int] = {}
+    guaranteed = {slot.index for slot in earlier}
+    for other in others:
+        held = _held(shelf, other)
+        guaranteed.update(slot.index for slot in held[:share])
+        for slot in held:
+            distances[slot.index] = max(distances.get(slot.index, 0), slot.sequence_number - other[0].low)
+    candidates = [slot for slot in shelf.ready_slots() if slot.readers == 0 and slot.index not in guaranteed]
+    return max(candidates, key=lambda slot: distances.get(slot.index, 0), default=None)
 
 
-def _held(shelf: Shelf, convoy: Convoy) -> int:
-    return sum(slot.state is not SlotState.EMPTY and _needs(convoy, slot, len(shelf)) for slot in shelf.slots)
+def _held(shelf: Shelf, convoy: Convoy) -> list[Slot]:
+    """Slots with packs that the convoy needs, ready or being written, in the order of the packs."""
+    held = (slot for slot in shelf.slots if slot.state is not SlotState.EMPTY and _needs(convoy, slot, len(shelf)))
+    return sorted(held, key=lambda slot: slot.sequence_number)
 
 
 def _needs(convoy: Convoy, slot: Slot, window: int) -> bool:

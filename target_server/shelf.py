@@ -47,10 +47,12 @@ class Shelf:
     Packs stay memoised until their slot is needed.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        assert num_slots > 0 and slot_bytes > 0, (num_slots, slot_bytes)
+    def __init__(self, num_slots: int, slot_bytes: int, *, pack_cost: float = 1.0) -> None:
+        """`pack_cost`: how much of the target's time a pack takes, compared with those of other shelves."""
+        assert num_slots > 0 and slot_bytes > 0 and pack_cost > 0, (num_slots, slot_bytes, pack_cost)
         self.slots = tuple(Slot(index) for index in range(num_slots))
         self.slot_bytes = slot_bytes
+        self.pack_cost = pack_cost
         self.packs_computed = 0
         self.packs_recomputed = 0
         """Packs among packs_computed that had been computed before."""
@@ -62,6 +64,12 @@ class Shelf:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def remember(self, other: "Shelf") -> None:
+        """Count on where the shelf ends whose place this one takes: what was computed for it is computed again."""
+        self.packs_computed, self.packs_recomputed = other.packs_computed, other.packs_recomputed
+        self.newest_sequence_number = other.newest_sequence_number
+        self._seen = other._seen
 
     def ready(self, sequence_number: int) -> Slot | None:
         """The slot that holds the finished pack, if any does."""

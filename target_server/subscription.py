@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from target_server.pace import Pace
 from target_server.shelf import PackFacts, Slot
 
 SkippedSteps = Iterable[tuple[int, range]]
@@ -105,6 +106,8 @@ class Subscription:
         """Long polls in progress."""
         self.served = 0
         """Tick of the last pack computed for it."""
+        self.credit = 0.0
+        """Its share of the target's time that it has not used; see fair_share.py."""
         self.packs_leased = 0
         self.leases_expired = 0
         self._wait_seconds = 0.0
@@ -135,6 +138,7 @@ class Subscription:
     def rewind(self) -> None:
         """Start over at the first uncommitted step: whatever was on the way is undelivered again."""
         self.restored = False
+        self.pace = Pace()
         self._fresh = self.cursor
         self._horizon = self._fresh
         self.leased: dict[int, Lease] = {}

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 from slipstream.telemetry.logs import log_event
 from target_server import scheduling
+from target_server.fair_share import FairShare, Offer
 from target_server.lease_book import LeaseBook, wait_until
-from target_server.shelf import PackFacts, Slot
+from target_server.pace import leave_behind, rejoin
+from target_server.shelf import PackFacts, Shelf, Slot
+from target_server.subscription import Subscription
 
 NOT_FINITE = "hidden states are not finite"
 
@@ -29,8 +32,10 @@ class WorkQueue:
 
     def __init__(self, book: LeaseBook) -> None:
         self._book = book
-        self._turn = 0
+        self._share = FairShare()
         self._closed = False
+        self._patience_ends = float("inf")
+        """When a run that is held up now will have lost its patience."""
 
     def next_work(self, max_wait: float = float("inf")) -> Work | None:
         """Wait for demand and reserve a slot; None when there is none for so long, or after `close`."""
@@ -42,7 +47,7 @@ class WorkQueue:
                 work = None if book.draining else self._choose()
                 if work is not None or book.clock() >= deadline:
                     return work
-                wait_until(book.work, min(deadline, book.next_deadline()), book.clock)
+                wait_until(book.work, min(deadline, book.next_deadline(), self._patience_ends), book.clock)
             return None
 
     def publish(self, work: Work, facts: PackFacts) -> None:
@@ -85,18 +90,48 @@ class WorkQueue:
             self._book.work.notify_all()
 
     def _choose(self) -> Work | None:
-        """The convoy that was served least recently goes first."""
-        candidates = []
-        for stream, shelf in self._book.shelves.items():
-            grouped = scheduling.convoys(self._book.active(stream), len(shelf))
-            candidates += [(max(member.served for member in convoy), stream, convoy, grouped) for convoy in grouped]
-        for _, stream, convoy, grouped in sorted(candidates, key=lambda candidate: candidate[0]):
-            shelf = self._book.shelves[stream]
-            choice = scheduling.choose(shelf, convoy, grouped)
-            if choice is not None:
-                self._turn += 1
-                for member in convoy:
-                    member.served = self._turn
-                shelf.reserve(choice.slot, choice.sequence_number)
-                return Work(stream, choice.sequence_number, choice.slot)
-        return None
+        book = self._book
+        self._patience_ends = float("inf")
+        offers = [
+            offer
+            for stream, shelf in book.shelves.items()
+            if stream not in book.held_streams
+            for offer in self._offers(stream, shelf)
+        ]
+        offer = self._share.take(offers, book.subscriptions.values())
+        if offer is None:
+            return None
+        sequence_number, slot = offer.choice.sequence_number, offer.choice.slot
+        book.shelves[offer.stream].reserve(slot, sequence_number)
+        return Work(offer.stream, sequence_number, slot)
+
+    def _offers(self, stream: str, shelf: Shelf) -> list[Offer]:
+        """What each convoy of a stream would have computed next. Leaves behind who has held others up for too long."""
+        active = list(self._book.active(stream))
+        rejoin(active, len(shelf))
+        while True:
+            convoys = scheduling.convoys(active, len(shelf))
+            offers = []
+            for convoy in convoys:
+                choice = scheduling.choose(shelf, convoy, convoys)
+                held = [] if choice is not None else self._held(shelf, convoy)
+                self._note_pace(convoy, held)
+                if len(convoys) < len(shelf) and leave_behind(convoy, held, self._book.limits.patience):
+                    break
+                if choice is not None:
+                    needed = [each for each in convoy if each.needs(choice.sequence_number)]
+                    payers = [each for each in needed if scheduling.may_be_served(each)]
+                    offers.append(Offer(stream, choice, shelf.pack_cost, payers))
+            else:
+                return offers
+
+    def _held(self, shelf: Shelf, convoy: scheduling.Convoy) -> list[Subscription]:
+        """Members that want a pack for which there is no slot."""
+        return [member for member in convoy if scheduling.next_missing(shelf, [member]) is not None]
+
+    def _note_pace(self, convoy: scheduling.Convoy, held: list[Subscription]) -> None:
+        now, patience = self._book.clock(), self._book.limits.patience
+        for member in convoy:
+            member.pace.note(member in held, now, patience)
+            if member in held and member.low > convoy[0].low:
+                self._patience_ends = min(self._patience_ends, now + patience - member.pace.held_up)

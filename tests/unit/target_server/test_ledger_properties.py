@@ -295,8 +295,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.desk.work()
         shelf = self.desk.shelf
         convoys = scheduling.convoys(self.desk.book.active(STREAM), self.num_slots)
-        share = min(scheduling.GUARANTEED_SLOTS, max(1, self.num_slots // max(1, len(convoys))))
-        for convoy in convoys:
+        share = scheduling.guaranteed_slots(self.num_slots, len(convoys))
+        for convoy in convoys if len(convoys) <= self.num_slots else ():
             served = [member for member in convoy if scheduling.may_be_served(member)]
             wanted = {number for member in served for number in member.wanted(self.num_slots)}
             if all(shelf.holds(number) for number in wanted):
