@@ -28,6 +28,8 @@ from slipstream.child_processes import one_gpu, sigterm_as_exit
 
 VARIANTS = ("ours", "specforge", "ours-fp8", "ours-graphs", "specforge-shipped", "specforge-compiled", "speculators")
 """In this order by default, so that what matters most is there when time runs out."""
+ON_REQUEST = ("ours-graphs-fused", "ours-graphs-kl", "ours-graphs-kl-fused", "ours-graphs-muon")
+"""Other work than the peers', or what no run uses yet."""
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3
@@ -42,7 +44,7 @@ LENGTH_STEPS = 200
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=_names((*SIZES, TINY.name)), default=["A", "B", "C"], metavar=",".join(SIZES))
-    parser.add_argument("--variants", type=_names(VARIANTS), default=list(VARIANTS), metavar=",".join(VARIANTS))
+    parser.add_argument("--variants", type=_names((*VARIANTS, *ON_REQUEST)), default=list(VARIANTS), metavar="NAMES")
     parser.add_argument("--steps", type=int, default=24, help="timed steps of every side, in all rounds together")
     parser.add_argument("--leave-by", type=float, default=3600.0, help="seconds from now; what is left out is said")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -20,9 +20,11 @@ FLOORS = {
     ("A", "ours-fp8", "specforge"): (1.7, 2.0),
     ("C", "ours", "specforge"): (5.0, 8.0),
     ("C", "ours-graphs", "specforge"): (5.0, 8.0),
+    ("C", "ours-graphs-fused", "specforge"): (5.0, 8.0),
 }
 """Floor and goal of a peer's step time ÷ ours."""
-OURS = ("ours", "ours-fp8", "ours-graphs")
+OTHER_LOSS = ("specforge-shipped", "ours-graphs-kl", "ours-graphs-kl-fused")
+OURS = ("ours", "ours-fp8", "ours-graphs", "ours-graphs-fused")
 PEERS = ("specforge", "specforge-compiled", "specforge-shipped", "speculators")
 
 
@@ -176,7 +178,7 @@ def _line(m: Measured, peak: float | None, first_losses: dict[str, float]) -> st
     expected = first_losses.setdefault(m.size, loss)
     note = ""
     tolerance = LOSS_TOLERANCE.get(m.variant, LOSS_TOLERANCE_BF16)
-    if abs(loss - expected) > tolerance * expected and m.variant != "specforge-shipped":
+    if abs(loss - expected) > tolerance * expected and m.variant not in OTHER_LOSS:
         note = "  LOSS DIFFERS: not the same work"
     share = f"{m.tflops / peak:>7.2f}" if peak else f"{'':>7}"
     ratio = f"{statistics.median(m.ratios):>8.2f}" if m.ratios else f"{1 if m.variant == 'ours' else '':>8}"

@@ -124,7 +124,7 @@ def loss_of_chunk(chunk: ChunkInput, head: FrozenHead, config: LossConfig) -> Ch
     """Loss and gradient of whole blocks: fixed shapes, no host sync, fit to be compiled as it stands."""
     target = None if chunk.target is None else chunk.target.flatten(0, 1)
     slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1), chunk.labels.flatten(), target), head, config)
-    weights = _final_weights(slots.cross_entropy.view_as(chunk.weights), chunk, config)
+    weights = final_weights(slots.cross_entropy.view_as(chunk.weights), chunk, config)
     gradient = slots.gradient_of(weights.flatten()).view_as(chunk.hidden)
     numerator = (weights * slots.cost.view_as(weights)).sum()
     return ChunkResult(numerator, gradient, slots.correct.view_as(chunk.counted) & chunk.counted)
@@ -139,7 +139,7 @@ def loss_of_counted_rows(chunk: ChunkInput, head: FrozenHead, config: LossConfig
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(chunk.counted.numel()).index_put_((rows,), values)
 
-    weights = _final_weights(spread(slots.cross_entropy).view_as(chunk.weights), chunk, config).flatten()
+    weights = final_weights(spread(slots.cross_entropy).view_as(chunk.weights), chunk, config).flatten()
     gradient = torch.zeros_like(chunk.hidden).flatten(0, 1)
     gradient[rows] = slots.gradient_of(weights[rows])
     numerator = (weights * spread(slots.cost)).sum()
@@ -150,7 +150,8 @@ def _statistics(slots: SlotInput, head: FrozenHead, config: LossConfig) -> SlotS
     return slot_statistics(slots, head, config.logit_soft_cap, config.objective, config.lk_eta)
 
 
-def _final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig) -> Tensor:
+def final_weights(cross_entropy: Tensor, chunk: ChunkInput, config: LossConfig) -> Tensor:
+    """Of every slot [N, S], from the cross-entropy [N, S] where D-PACE weighs by it."""
     if config.slot_weights == "dpace":
         return dpace_weights(cross_entropy, chunk.counted, config.dpace_alpha)
     return chunk.weights
