@@ -78,18 +78,15 @@ def run(args: argparse.Namespace) -> int:
             TARGET_INCOMPATIBLE when the target is not the run's; anything that loading the checkpoint, the target or
             the prompts raises.
     """
-    import sys
-
     with sigterm_as_exit():
         report = measure(args)
 
-    from rich.console import Console
-
-    from drafter_trainer.evaluation.report import print_report, write_report
+    from drafter_trainer.evaluation.report import write_report
     from drafter_trainer.evaluation.report_pages import write_pages
+    from drafter_trainer.evaluation.report_table import print_report, report_console
 
     # The table first: it must not be lost where the file cannot be written.
-    print_report(report, Console(file=sys.stdout))
+    print_report(report, report_console())
     if args.output:
         write_report(args.output, report)
     if args.report:

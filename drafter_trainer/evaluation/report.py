@@ -1,13 +1,10 @@
-"""The result of an evaluation as JSON and as a table for people."""
+"""The result of an evaluation as JSON, and its parts in words for people."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from drafter_trainer.evaluation.compare import Comparison, Tally
 from drafter_trainer.evaluation.decode import Decoded
@@ -136,24 +133,6 @@ def write_text(path: Path, text: str) -> None:
             reason=Reason.PATH_NOT_ALLOWED,
             remedy="Give --output a file, or --report a directory, that you may write to.",
         ) from error
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """One line per setting, source and way of decoding, then the verdict on losslessness in words."""
-    table = Table(title="Speculative decoding; accepted length counts the bonus token", title_justify="left")
-    for column in ("setting", "decoding", "source"):
-        table.add_column(column)
-    for column in ("prompts", "tokens", "accepted length", "tokens/s", "speed vs plain"):
-        table.add_column(column, justify="right")
-    for found in report["by_setting"]:
-        named = Setting(found["batch_size"], found["temperature"]).in_words()
-        for label, by_source in found["results"].items():
-            for source, row in shown_sources(by_source).items():
-                table.add_row(named, label, source, *row_in_words(row))
-            named = ""
-    console.print(table)
-    for line in (*losslessness_in_words(report), target_in_words(report["settings"]), loop_in_words(report)):
-        console.print(line, markup=False)
 
 
 def shown_sources(by_source: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from rich.console import Console
 from drafter_trainer.evaluation.compare import Comparison, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.report import print_report, to_dict, write_report
+from drafter_trainer.evaluation.report import to_dict, write_report
+from drafter_trainer.evaluation.report_table import print_report
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
