@@ -27,12 +27,13 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
     # What a hub holds is no file of this machine; the target server asks for it.
     files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
     prompts = spec.eval.prompts and _allowed(spec.eval.prompts, data_roots)
+    heldout = spec.eval.heldout and _allowed(spec.eval.heldout, data_roots)
     init_from = spec.drafter.init_from and _allowed(spec.drafter.init_from, data_roots)
     return spec.model_copy(
         update={
             "data": spec.data.model_copy(update={"files": files}),
             "drafter": spec.drafter.model_copy(update={"init_from": init_from}),
-            "eval": spec.eval.model_copy(update={"prompts": prompts}),
+            "eval": spec.eval.model_copy(update={"prompts": prompts, "heldout": heldout}),
         }
     )
 

@@ -260,7 +260,7 @@ def find_answers(packs: Sequence[Mapping[str, Tensor]], rows: HeldoutRows, repor
         raise SlipstreamError(
             f"The target server has {len(missing)} of {len(rows.rows)} held-out answers in no pack ({why}).",
             reason=Reason.DATA_INVALID,
-            remedy="Make the file of eval.heldout anew with `slipstream data regenerate RECIPE --heldout`.",
+            remedy="Take these prompts out of eval.prompts and make the file of eval.heldout anew.",
         )
 
 

@@ -17,13 +17,15 @@ from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec, DrafterSpec, TargetSpec
+from slipstream.run_spec.spec import DataSpec, DrafterSpec, EvalSpec, TargetSpec
 
 if TYPE_CHECKING:
+    from slipstream.target_loading import LoadedTarget
     from target_server.record_files import SourceFile
 
 Files: TypeAlias = "Sequence[SourceFile]"
 
+_MAX_NEW_TOKENS = 1024
 COMMANDS = ("inspect", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
 
@@ -36,6 +38,8 @@ class Wanted:
     data: DataSpec
     drafter: DrafterSpec | None = None
     """Of a recipe; files alone have none."""
+    evaluation: EvalSpec | None = None
+    """The same."""
 
 
 class _Given(BaseModel):
@@ -77,8 +81,11 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="receives the answers, as JSONL")
-    parser.add_argument("--max-new-tokens", type=_number, default=1024, metavar="N", help="default: %(default)d")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="receives the answers, as JSONL")
+    parser.add_argument(
+        "--heldout", action="store_true", help="answer the recipe's eval.prompts instead of its data, greedily"
+    )
+    parser.add_argument("--max-new-tokens", type=_number, metavar="N", help=f"default: {_MAX_NEW_TOKENS}")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: all tokens")
@@ -97,6 +104,9 @@ def run(args: argparse.Namespace) -> int:
     from target_server.data_files import find_files
 
     wanted = read_sources(args.sources, args.model, args.set)
+    if getattr(args, "heldout", False):
+        _write(args.report, _answer_heldout(args, wanted).model_dump_json())
+        return 0
     files = find_files(wanted.data.files, None)
     _write(args.report, _ACTIONS[args.command](args, wanted, files).model_dump_json())
     return 0
@@ -144,17 +154,58 @@ def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     return load_documents(wanted.data, tokenizer, files=files, split=args.split, jobs=args.jobs).report
 
 
-def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
+def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
+    from target_server.heldout_answers import answer_heldout, prompts_of
+    from target_server.regeneration import Sampling
+
+    evaluation = wanted.evaluation
+    if evaluation is None:
+        raise _not_heldout("--heldout is about the [eval] table of a recipe, but files are given")
+    if (args.temperature, args.top_p, args.top_k, args.seed, args.max_new_tokens) != (0.0, 1.0, 0, 0, None):
+        raise _not_heldout("--heldout answers greedily, with eval.max_new_tokens, but flags ask for something else")
+    output = args.to or (Path(evaluation.heldout) if evaluation.heldout else None)
+    if output is None:
+        raise _not_heldout("Nothing says where the answers go: the recipe has no eval.heldout")
+    prompts = prompts_of(evaluation)
+    loaded, whose = _load_answering(args, wanted.target)
+    sampling = Sampling(evaluation.max_new_tokens, batch=args.batch)
+    return answer_heldout(loaded, prompts, output, sampling=sampling, settings=whose)
+
+
+def _not_heldout(problem: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"{problem}.",
+        reason=Reason.SPEC_INVALID,
+        remedy="Give one recipe that names eval.prompts and eval.heldout (or --to), and leave --temperature, --top-p, "
+        "--top-k, --seed and --max-new-tokens out.",
+    )
+
+
+def _load_answering(args: argparse.Namespace, target: TargetSpec) -> "tuple[LoadedTarget, dict[str, Any]]":
+    """The target that answers, and what is recorded of it."""
     import torch
 
     from slipstream.target_fingerprint import fingerprint_target
     from slipstream.target_loading import load_causal_lm
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    loaded = load_causal_lm(target, device)
+    fingerprint = fingerprint_target(loaded.files, target.dtype)
+    return loaded, {"target": target.model, "target_fingerprint": fingerprint}
+
+
+def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     from target_server.dataset import hash_content
     from target_server.regeneration import Regenerator, Sampling, regenerate
 
-    sampling = Sampling(
-        args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.batch
-    )  # fmt: skip
+    if args.to is None:
+        raise SlipstreamError(
+            "Nothing says where the answers go.", reason=Reason.SPEC_INVALID, remedy="Name a file with --to."
+        )
+    max_new_tokens = args.max_new_tokens or _MAX_NEW_TOKENS
+    sampling = Sampling(max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.batch)
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise SlipstreamError(
             f"No text is drawn with temperature {sampling.temperature:g}, top-p {sampling.top_p:g} and top-k "
@@ -162,18 +213,9 @@ def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseM
             reason=Reason.SPEC_INVALID,
             remedy="The temperature is 0 or more, top-p above 0 and at most 1, top-k 0 (all tokens) or more.",
         )
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    target, data = wanted.target, wanted.data
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    loaded = load_causal_lm(target, device)
-    settings = {
-        **asdict(sampling),
-        "format": data.format,
-        "data": hash_content(files, data),
-        "target": target.model,
-        "target_fingerprint": fingerprint_target(loaded.files, target.dtype),
-    }
+    data = wanted.data
+    loaded, whose = _load_answering(args, wanted.target)
+    settings = {**asdict(sampling), "format": data.format, "data": hash_content(files, data), **whose}
     return regenerate(Regenerator(loaded, sampling), files, args.to, settings=settings, record_format=data.format)
 
 
@@ -196,7 +238,7 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
     if recipes:
         spec = load_recipe(Path(recipes[0]), overrides).spec
         target = spec.target if model is None else spec.target.model_copy(update={"model": model})
-        return Wanted(target, spec.data, spec.drafter)
+        return Wanted(target, spec.data, spec.drafter, spec.eval)
     table: dict[str, Any] = {"data": {"files": list(sources)}, "target": {"model": model} if model else {}}
     apply_overrides(table, [parse_override(override) for override in overrides])
     if not table["target"].get("model"):

@@ -50,9 +50,13 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
+    """A prompt as the model is given it."""
+
     id: str
     token_ids: list[int]
+    source: str | None = None
+    """Of a prompt that drafters are measured with; its row says so, and whose answer it is."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,14 @@ class _Answer:
 class Regenerator:
     """A loaded target with its sampling settings."""
 
-    def __init__(self, target: LoadedTarget, sampling: Sampling) -> None:
-        """Raises SlipstreamError (MODEL_INVALID) where the template has no end of turn, so that no answer would end."""
+    def __init__(self, target: LoadedTarget, sampling: Sampling, ends: frozenset[int] | None = None) -> None:
+        """`ends`: tokens that end an answer; default: what ends a turn in the template, and the model's own.
+
+        Raises SlipstreamError (MODEL_INVALID) where there is none by default, so that no answer would end.
+        """
         self._model, self._tokenizer = target.model, target.tokenizer
         self.sampling = sampling
-        self._ends = sorted(self._end_tokens())
+        self._ends = sorted(self._end_tokens() if ends is None else ends)
         self.max_prompt_tokens = target.model.config.get_text_config().max_position_embeddings - sampling.max_new_tokens
         if self.max_prompt_tokens < 1:
             raise SlipstreamError(
@@ -100,7 +107,7 @@ class Regenerator:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def answer(self, chunk: Sequence[_Asked], number: int) -> list[_Answer]:
+    def answer(self, chunk: Sequence[Asked], number: int) -> list[_Answer]:
         """The answers of a chunk, in order; a function of the chunk, its number and the settings."""
         seed = hashlib.sha256(f"slipstream.regeneration.v1:{self.sampling.seed}:{number}".encode()).digest()[:8]
         torch.manual_seed(int.from_bytes(seed, "little") >> 1)
@@ -142,8 +149,8 @@ class Regenerator:
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=self._ends,
-            pad_token_id=self._ends[0],
+            eos_token_id=self._ends or None,
+            pad_token_id=self._ends[0] if self._ends else 0,
             **(drawn if sampling.temperature > 0 else {}),
         )
 
@@ -174,10 +181,19 @@ def regenerate(
         SlipstreamError: DATA_INVALID for a file that cannot be read, no usable prompt, or an output that was begun with
             other settings; OUT_OF_MEMORY; DISK_FULL.
     """
-    _check_settings(output, settings)
     report = ReportBuilder()
+    answer_prompts(regenerator, _prompts(regenerator, files, record_format, report), output, settings, report)
+    if report.used == 0:
+        raise _no_prompt(files, report)
+    return report.build("train")
+
+
+def answer_prompts(
+    regenerator: Regenerator, asked: Iterator[Asked], output: Path, settings: dict[str, Any], report: ReportBuilder
+) -> None:
+    """Write the answers to `output`, or what is missing of them; arguments and errors as of `regenerate`."""
+    _check_settings(output, settings)
     size = CHUNK_BATCHES * regenerator.sampling.batch
-    asked = _prompts(regenerator, files, record_format, report)
     with output.open("ab+") as file:
         done = _whole_rows(file)
         chunks = iter(lambda: list(islice(asked, size)), [])
@@ -192,21 +208,19 @@ def regenerate(
                 _keep_rows(file, first)
                 done = first
             answers = regenerator.answer(chunk, number)
-            rows = [_row(regenerator, prompt, answer) for prompt, answer in zip(chunk, answers, strict=True)]
+            whose = str(settings["target_fingerprint"])
+            rows = [_row(regenerator, prompt, answer, whose) for prompt, answer in zip(chunk, answers, strict=True)]
             _append(file, rows)
             tokens += sum(len(answer.token_ids) for answer in answers)
             log_event(
                 _logger, "info", "answered", prompts=first + len(chunk),
                 tokens_per_second=round(tokens / (time.monotonic() - begun), 1),
             )  # fmt: skip
-    if report.used == 0:
-        raise _no_prompt(files, report)
-    return report.build("train")
 
 
 def _prompts(
     regenerator: Regenerator, files: Iterable[SourceFile], record_format: RecordFormat, report: ReportBuilder
-) -> Iterator[_Asked]:
+) -> Iterator[Asked]:
     for file in files:
         try:
             for record in read_records(file, Position()):
@@ -224,15 +238,16 @@ def _prompts(
                 if not ids or len(ids) > regenerator.max_prompt_tokens:
                     report.drop(Finding.ANSWERS_CUT_AWAY, where)
                     continue
-                yield _Asked(prompt.id, ids)
+                yield Asked(prompt.id, ids)
         except OSError as error:
             raise unreadable(file.path, str(error.strerror or error)) from error
 
 
-def _row(regenerator: Regenerator, prompt: _Asked, answer: _Answer) -> bytes:
+def _row(regenerator: Regenerator, prompt: Asked, answer: _Answer, target_fingerprint: str) -> bytes:
     mask = [0] * len(prompt.token_ids) + [1] * len(answer.token_ids)
     row = {
         "id": prompt.id,
+        **({} if prompt.source is None else {"source": prompt.source, "target_fingerprint": target_fingerprint}),
         "finished": answer.finished,
         "answer": regenerator.text(answer),
         "input_ids": prompt.token_ids + answer.token_ids,

@@ -120,7 +120,7 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
         overrides.insert(0, f"target.model={packaged_model()}")
     path = recipes.find_recipe(wanted.recipe or RECIPE)
     spec = load_recipe(path, overrides).spec
-    files = (*spec.data.files, *([spec.eval.prompts] if spec.eval.prompts else []))
+    files = (*spec.data.files, *(file for file in (spec.eval.prompts, spec.eval.heldout) if file))
     places = (str(path.absolute().parent), *map(str, directories_of(files)))
     return spec.target, tuple(dict.fromkeys(places))
 

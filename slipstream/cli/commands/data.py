@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 _PASSED_ON = {
     *("model", "limit", "document", "split", "jobs"),
-    *("to", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch", "device", "threads"),
+    *("to", "heldout", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch", "device", "threads"),
 }
 
 if TYPE_CHECKING:
@@ -54,7 +54,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--to", required=True, metavar="FILE", help="receives the answers; settings lie beside it")
+    parser.add_argument("--to", metavar="FILE", help="receives the answers; settings lie beside it")
+    parser.add_argument(
+        "--heldout",
+        action="store_true",
+        help="answer the recipe's eval.prompts greedily, into its eval.heldout: what drafters are measured on while "
+        "they train",
+    )
     parser.add_argument("--max-new-tokens", metavar="N", help="of an answer; default: 1024")
     parser.add_argument("--temperature", metavar="T", help="0 is greedy, the default")
     parser.add_argument("--top-p", metavar="P", help="default: 1")
@@ -88,8 +94,8 @@ def _run_target_server(args: argparse.Namespace, report: Path) -> int:
 
     flags = ["--report", str(report)]
     for name, value in vars(args).items():
-        if name in _PASSED_ON and value is not None:
-            flags += [f"--{name.replace('_', '-')}", str(value)]
+        if name in _PASSED_ON and value not in (None, False):
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     for override in args.set:
         flags += ["--set", override]
     if args.action == "inspect":
@@ -130,7 +136,8 @@ def _show_report(text: str, args: argparse.Namespace) -> int:
     if args.output == "text" and args.action == "index":
         print("\n".join(report.summary_lines()))
     elif args.output == "text":
-        print(f"{report.read:,} prompts read: {report.used:,} answered in {args.to}, {report.num_dropped:,} dropped")
+        where = f" in {args.to}" if args.to else ""
+        print(f"{report.read:,} prompts read: {report.used:,} answered{where}, {report.num_dropped:,} dropped")
         print("".join(f"dropped {entry.in_words()}\n" for entry in report.dropped), end="")
     return _judge(report, strict=args.strict)
 

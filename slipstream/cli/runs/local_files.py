@@ -44,9 +44,9 @@ def require_files(spec: RunSpec, serves: str | None) -> None:
     for entry in spec.data.files:
         if not (is_hub_name(entry) or recipes.data_file(entry) or _exists(entry)):
             raise _missing("data.files", entry, Reason.DATA_INVALID)
-    prompts = spec.eval.prompts
-    if prompts and not (recipes.data_file(prompts) or _exists(prompts)):
-        raise _missing("eval.prompts", prompts, Reason.DATA_INVALID)
+    for key, file in (("eval.prompts", spec.eval.prompts), ("eval.heldout", spec.eval.heldout)):
+        if file and not (recipes.data_file(file) or _exists(file)):
+            raise _missing(key, file, Reason.DATA_INVALID)
     model = spec.target.model
     if serves is None and (Path(model).is_absolute() or model.endswith(".gguf")) and not _exists(model):
         raise _missing("target.model", model, Reason.MODEL_INVALID)
