@@ -61,7 +61,7 @@ class Assignments(Protocol):
     def publish(self, work: Work, facts: PackFacts) -> None:
         """As WorkQueue."""
 
-    def quarantine(self, work: Work, document_names: tuple[str, ...]) -> None:
+    def quarantine(self, work: Work, document_names: tuple[str, ...], why: str = ...) -> None:
         """As WorkQueue."""
 
     def abandon(self, work: Work) -> None:

@@ -37,6 +37,9 @@ from target_server.producer import Producer
 from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget, describe_target
 from target_server.service import HiddenStateService
+from target_server.state_cache import StateCache, StateCacheSettings, describe_cached
+from target_server.state_cache_queue import CachedQueue
+from target_server.state_cache_store import StateStore
 from target_server.stream_control import StreamControl
 from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
@@ -71,6 +74,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """How long an orderly end waits for leases that are out."""
     probe_bytes: int = PROBE_BYTES
+    state_cache: StateCacheSettings | None = None
 
 
 class TargetServer:
@@ -93,11 +97,17 @@ class TargetServer:
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._served: ServedTarget | None = None
+        self._states: StateStore | None = None
+        self._cache: StateCache | None = None
         self._engine = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         try:
+            if settings.state_cache is not None:
+                self._states = StateStore(settings.state_cache.directory, settings.state_cache.budget_bytes)
             self._grpc, self.port = self._listen()
         except BaseException:
             self._store.close()
+            if self._states is not None:
+                self._states.close()
             raise
 
     @property
@@ -200,7 +210,16 @@ class TargetServer:
             shm_dir=settings.shm_dir,
             data_roots=settings.data_roots,
         )
-        return ServedTarget(target.fingerprint, handshake, catalog, Producer(target, self._queue, catalog), fixed)
+        return ServedTarget(target.fingerprint, handshake, catalog, self._make_producer(target, catalog), fixed)
+
+    def _make_producer(self, target: TargetModel, catalog: StreamCatalog) -> Producer:
+        if self._states is None:
+            return Producer(target, self._queue, catalog)
+        self._cache = StateCache(self._states, describe_cached(target), self._settings.pack_tokens)
+        queue = CachedQueue(self._queue, catalog, self._cache)
+        producer = Producer(target, queue, catalog)
+        queue.throughput = producer.throughput
+        return producer
 
     def _drain(self) -> None:
         self._readiness.drain()
@@ -216,6 +235,10 @@ class TargetServer:
         # A model that is still being loaded cannot be interrupted; a forward ends soon.
         if self._engine.ident is not None:
             self._engine.join(timeout=_STOP_GRACE_SECONDS)
+        if self._cache is not None:
+            self._cache.close()
+        elif self._states is not None:
+            self._states.close()
         if self._served is not None:
             self._served.close()
         self._store.close()

@@ -1,0 +1,140 @@
+"""⑤ The thread that writes hidden states to the disk. Who has states to offer copies them out and never waits."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.telemetry.logs import log_event
+from slipstream.wire.codec import ByteArray
+from target_server.state_cache_store import StateStore
+
+PACKS_WAITING = 2
+"""So many packs' states are held in memory until they are written; more are not kept."""
+REPORT_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """One layer's states of one document of a pack."""
+
+    key: bytes
+    document: int
+    """Its index in the pack."""
+    start: int
+    """Where it begins in a slot, in bytes."""
+    size: int
+
+    @property
+    def span(self) -> slice:
+        """Its bytes in a slot."""
+        return slice(self.start, self.start + self.size)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """States that were copied out: the records lie behind each other in the buffer."""
+
+    buffer: ByteArray
+    rows: Sequence[StateRows]
+
+
+class StateWriter:
+    """Writes what it is offered into a store, in a thread of its own. `offer` may come from any thread."""
+
+    def __init__(self, store: StateStore, report: Callable[[], None]) -> None:
+        """`report` is called about every minute, and at the end."""
+        self.not_kept = 0
+        """Packs that were offered while others were still being written."""
+        self._store = store
+        self._report = report
+        self._free: queue.SimpleQueue[ByteArray] = queue.SimpleQueue()
+        for _ in range(PACKS_WAITING):
+            self._free.put(np.empty(0, np.uint8))
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        """The disk takes no more, or the end has come."""
+        self._thread = threading.Thread(target=self._run, name="state-cache", daemon=True)
+        self._thread.start()
+
+    def offer(self, slot: ByteArray, rows: Sequence[StateRows]) -> bool:
+        """Copy the rows out of a slot, to be written; False when they will not be."""
+        if self._stopped.is_set():
+            return False
+        try:
+            buffer = self._free.get_nowait()
+        except queue.Empty:
+            self.not_kept += 1
+            return False
+        size = sum(row.size for row in rows)
+        if len(buffer) < size:
+            buffer = np.empty(size, np.uint8)
+        end = 0
+        for row in rows:
+            buffer[end : end + row.size] = slot[row.span]
+            end += row.size
+        self._jobs.put(_Job(buffer, rows))
+        return True
+
+    def wait_until_written(self, seconds: float) -> bool:
+        """Wait until all that was taken so far is in the store, or was given up; False when the time is up."""
+        deadline = time.monotonic() + seconds
+        taken: list[ByteArray] = []
+        try:
+            for _ in range(PACKS_WAITING):
+                taken.append(self._free.get(timeout=max(0.0, deadline - time.monotonic())))
+        except queue.Empty:
+            return False
+        finally:
+            for buffer in taken:
+                self._free.put(buffer)
+        return True
+
+    def close(self) -> None:
+        """Write what was taken, for a few seconds at most, and end the thread; idempotent."""
+        self.wait_until_written(_CLOSE_SECONDS)
+        self._stopped.set()
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still use the store: the disk hangs, or `close` was not called."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        next_report = time.monotonic() + REPORT_SECONDS
+        while True:
+            try:
+                job = self._jobs.get(timeout=max(0.0, next_report - time.monotonic()))
+            except queue.Empty:
+                self._report()
+                next_report = time.monotonic() + REPORT_SECONDS
+                continue
+            if job is None:
+                break
+            if not self._stopped.is_set():
+                self._write(job)
+            self._free.put(job.buffer)
+        self._report()
+
+    def _write(self, job: _Job) -> None:
+        end = 0
+        try:
+            for row in job.rows:
+                self._store.put(row.key, job.buffer[end : end + row.size])
+                end += row.size
+        except OSError as error:
+            self._stopped.set()
+            log_event(
+                _log, "warning", "state_cache_stopped", directory=self._store.directory,
+                error=error.strerror or str(error), effect="what lies there is used, nothing is added",
+                remedy="free space on its disk, or give a smaller --state-cache-bytes, and start the server again",
+            )  # fmt: skip
