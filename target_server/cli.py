@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream import __version__
 from slipstream.entrypoint import run_main
 from slipstream.errors import SlipstreamError
 from slipstream.listen import ListenAddress, read_token
+from slipstream.machine_probe import usable_cores
 from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
@@ -23,11 +25,12 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
 from target_server import data_command, lineage_command
+from target_server.engine_plan import EnginePlan, group_devices, parse_devices
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def main() -> int:
@@ -43,7 +46,10 @@ def run_command(arguments: Sequence[str]) -> int:
         SystemExit: usage errors (2) and --help (0).
     """
     args = _parser().parse_args(arguments)
-    configure_logging(PROGRAM, level=args.log_level, json=args.log_json)
+    program = args.name if args.command == "engine" else PROGRAM
+    configure_logging(program, level=args.log_level, json=args.log_json)
+    if args.command == "engine":
+        return _run_engine(args)
     if args.command in data_command.COMMANDS:
         return data_command.run(args)
     if args.command == lineage_command.COMMAND:
@@ -117,7 +123,7 @@ def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:
 
 def parse_size(text: str) -> int:
     """Bytes, plain or with a unit: `1073741824`, `512MiB`, `1.5 GiB`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)", text.strip())
     size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 512MiB, or 4GiB")
@@ -138,14 +144,19 @@ def _serve(
     from target_server.fixed_payloads import PROBE_BYTES
     from target_server.lease_book import Limits
     from target_server.server import ServerSettings, TargetServer, leave
-    from target_server.state_cache import StateCacheSettings
 
-    cache = read_state_cache(args.state_cache, args.state_cache_bytes)
+    engines = plan_engines(args, usable_cores())
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
     if shm_dir is not None:
         check_shared_memory_directory(shm_dir)
+    elif engines is not None:
+        raise SlipstreamError(
+            "--devices needs shared memory, in which engine processes hand packs over, and there is no /dev/shm.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Name a directory in memory with --shm-dir, or serve from one device with --device.",
+        )
     settings = ServerSettings(
         target=target,
         listen=listen,
@@ -160,28 +171,46 @@ def _serve(
         limits=Limits(subscription_timeout=args.subscription_timeout),
         drain_seconds=args.drain_seconds,
         probe_bytes=args.probe_bytes or PROBE_BYTES,
-        state_cache=StateCacheSettings(*cache) if cache is not None else None,
+        engines=engines,
     )
     server = TargetServer(settings)
     status = server.run()
     return leave(server, status)
 
 
-def read_state_cache(directory: Path | None, budget_bytes: int | None) -> tuple[Path, int] | None:
-    """Directory and budget of the cache of hidden states; None where none is asked for.
+def _run_engine(args: argparse.Namespace) -> int:
+    from target_server.engine_line import EngineLine
+    from target_server.engine_process import run_engine
+
+    return run_engine(EngineLine(socket.socket(fileno=args.control_fd)), args.threads)
+
+
+def plan_engines(args: argparse.Namespace, cores: int) -> EnginePlan | None:
+    """The engine processes that the flags ask for; None: the engine is a thread of the server's.
 
     Raises:
-        SlipstreamError: SPEC_INVALID.
+        SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
     """
-    if directory is not None and budget_bytes is not None:
-        return directory, budget_bytes
-    if directory is None and budget_bytes is None:
+    if args.devices is None:
+        if args.tensor_parallel > 1:
+            raise SlipstreamError(
+                f"--tensor-parallel {args.tensor_parallel} needs to know which devices share the target.",
+                reason=Reason.SPEC_INVALID,
+                remedy="Name them, as in --devices cuda:0,cuda:1.",
+            )
         return None
-    raise SlipstreamError(
-        "A cache of hidden states needs a directory and a budget, and only one of them is given.",
-        reason=Reason.SPEC_INVALID,
-        remedy="Give both, --state-cache DIR and --state-cache-bytes 200GiB, or neither.",
-    )
+    devices = parse_devices(args.devices)
+    groups = group_devices(devices, args.tensor_parallel)
+    if args.no_shm:
+        raise SlipstreamError(
+            "--devices and --no-shm exclude each other: engine processes hand packs over in shared memory.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Leave out --no-shm, or serve from one device with --device.",
+        )
+    # More threads than cores would make engines wait for each other.
+    shared = max(1, cores // len(devices)) if devices[0] == "cpu" else None
+    flags = ("--log-level", args.log_level, *(("--log-json",) if args.log_json else ()))
+    return EnginePlan(groups, args.threads or shared, flags=flags)
 
 
 def _remove_port_file(path: Path | None) -> None:
@@ -219,8 +248,16 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--model", help="directory, hub name or .gguf file; instead of the recipe's")
     serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's setting")
     serve.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")
-    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    serve.add_argument("--threads", type=_positive(int), metavar="N", help="CPU threads of the forward")
+    where = serve.add_mutually_exclusive_group()
+    where.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of one engine; default: %(default)s"
+    )
+    where.add_argument("--devices", metavar="LIST", help="an engine process for each, e.g. cuda:0,cuda:1")
+    serve.add_argument(
+        "--tensor-parallel", type=_positive(int), default=1, metavar="K",
+        help="devices that share the target's layers; --devices names a multiple of K",
+    )  # fmt: skip
+    serve.add_argument("--threads", type=_positive(int), metavar="N", help="CPU threads of an engine's forward")
     serve.add_argument(
         "--shelf-bytes", type=parse_size, metavar="SIZE", help="memory for packs, e.g. 8GiB; default: up to 4GiB"
     )
@@ -237,13 +274,10 @@ def _parser() -> argparse.ArgumentParser:
     memory = serve.add_mutually_exclusive_group()
     memory.add_argument("--shm-dir", type=Path, metavar="DIR", help="shared memory; default: /dev/shm")
     memory.add_argument("--no-shm", action="store_true", help="serve over gRPC only")
-    serve.add_argument(
-        "--state-cache", type=Path, metavar="DIR", help="keep hidden states on disk, for later epochs and other runs"
-    )
-    serve.add_argument("--state-cache-bytes", type=parse_size, metavar="SIZE", help="all that it may take, e.g. 200GiB")
     serve.add_argument("--port-file", type=Path, metavar="FILE", help="receives HOST:PORT once the server listens")
     serve.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token; else $SLIPSTREAM_TOKEN")
     _add_rarely_used(serve)
+    _add_engine(commands)
     data_command.add_parsers(commands)
     lineage_command.add_parser(commands)
     return parser
@@ -264,6 +298,16 @@ def _add_rarely_used(serve: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     serve.add_argument("--log-json", action="store_true", help="one JSON object a line")
+
+
+def _add_engine(commands: Any) -> None:
+    """What the server starts its engine processes with."""
+    engine = commands.add_parser("engine", description="One engine of a target server, which starts it by itself.")
+    engine.add_argument("--control-fd", type=int, required=True)
+    engine.add_argument("--name", required=True)
+    engine.add_argument("--threads", type=_positive(int))
+    engine.add_argument("--log-level", default="info")
+    engine.add_argument("--log-json", action="store_true")
 
 
 def _positive(kind: type[int] | type[float]) -> Any:

@@ -1,6 +1,6 @@
 """Payloads that exist as long as the server does: the frozen weights, and the probe for measuring transports."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.wire.arena import PayloadArena
-from slipstream.wire.codec import ByteArray, checksum, plan_layout, write_tensor
+from slipstream.wire.codec import ByteArray, PayloadLayout, checksum, plan_layout, write_tensor
 from target_server.streams import payload_locations
 
 PROBE_BYTES = 64 * 2**20
@@ -29,11 +29,31 @@ class FixedPayloadStore:
             SlipstreamError: ENVIRONMENT_UNSUPPORTED when the memory is not there.
         """
         layout = plan_layout([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()])
+
+        def write(arena: PayloadArena) -> bool:
+            for spec in layout.specs:
+                write_tensor(arena.slot(0), spec, tensors[spec.name])
+            return True
+
+        payload = self.add_written(name, layout, write)
+        assert payload is not None
+        return payload
+
+    def add_written(
+        self, name: str, layout: PayloadLayout, write: Callable[[PayloadArena], bool]
+    ) -> pb.FixedPayload | None:
+        """As `add`, of tensors that are laid out and that `write` puts into slot 0; None: it says that it could not.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED when the memory is not there.
+        """
         arena = PayloadArena.create(1, layout.size_bytes, directory=self._directory)
         arena.begin_write(0)
+        if not write(arena):
+            arena.close()
+            return None
         slot = arena.slot(0)
         for spec in layout.specs:
-            write_tensor(slot, spec, tensors[spec.name])
             spec.crc32c = checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
         arena.end_write(0)
         token = f"fixed/{name}".encode()

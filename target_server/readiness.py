@@ -12,7 +12,7 @@ _SERVICES = ("", "slipstream.hidden_states.v1.HiddenStateService", "slipstream.h
 
 
 class Readiness:
-    """Thread-safe. Health says SERVING only between `serve` and `drain`."""
+    """Thread-safe. Health says SERVING only between `serve` and `drain`, while an engine lives."""
 
     def __init__(self, model: str) -> None:
         """`model`: as given, for the message while it loads."""
@@ -21,20 +21,26 @@ class Readiness:
         self._lock = threading.Lock()
         self._served: ServedTarget | None = None
         self._draining = False
+        self._working = True
         self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def serve(self, served: ServedTarget) -> None:
         """The model is loaded."""
         with self._lock:
             self._served = served
-            if not self._draining:
-                self._set(health_pb2.HealthCheckResponse.SERVING)
+            self._show()
+
+    def set_working(self, working: bool) -> None:
+        """Whether anything computes packs now: while all engines are being started again, nothing does."""
+        with self._lock:
+            self._working = working
+            self._show()
 
     def drain(self) -> None:
         """Refuse new runs from now on."""
         with self._lock:
             self._draining = True
-            self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._show()
 
     def target(self) -> ServedTarget:
         """The loaded target; also while draining, when outstanding leases are finished.
@@ -65,6 +71,11 @@ class Readiness:
                     remedy="Wait until it is started again, or use another target server.",
                 )
         return self.target()
+
+    def _show(self) -> None:
+        serving = self._served is not None and self._working and not self._draining
+        status = health_pb2.HealthCheckResponse
+        self._set(status.SERVING if serving else status.NOT_SERVING)
 
     def _set(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in _SERVICES:

@@ -2,18 +2,30 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from slipstream import __version__
+from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.reasons import Reason
 from slipstream.wire.arena import create_host_id
 from slipstream.wire.channel import PROTOCOL_VERSION
 from slipstream.wire.codec import plan_layout
 from slipstream.wire.transports.grpc import OpenPayload
 from target_server.fixed_payloads import FixedPayloadStore, probe_tensor
 from target_server.lease_ledger import LeaseLedger
-from target_server.producer import Producer
+from target_server.producer import Throughput
 from target_server.streams import StreamCatalog
-from target_server.target_model import TargetModel
+from target_server.target_view import TargetView
+
+
+class PackMaker(Protocol):
+    """Computes what the work queue asks for: the Producer of this process, or the EnginePool."""
+
+    @property
+    def throughput(self) -> Throughput: ...
+    def run(self) -> None:
+        """Until the end."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,7 @@ class ServedTarget:
     fingerprint: str
     handshake: pb.GetTargetResponse
     catalog: StreamCatalog
-    producer: Producer
+    producer: PackMaker
     fixed: FixedPayloadStore
 
     def close(self) -> None:
@@ -33,9 +45,15 @@ class ServedTarget:
 
 
 def describe_target(
-    target: TargetModel, fixed: FixedPayloadStore, *, shm_dir: Path | None, probe_bytes: int, max_outstanding: int
+    target: TargetView,
+    fixed: FixedPayloadStore,
+    frozen_weights: pb.FixedPayload,
+    *,
+    shm_dir: Path | None,
+    probe_bytes: int,
+    max_outstanding: int,
 ) -> pb.GetTargetResponse:
-    """The answer to GetTarget; makes the fixed payloads.
+    """The answer to GetTarget; makes the probe.
 
     Raises:
         SlipstreamError: ENVIRONMENT_UNSUPPORTED when the memory for them is not there.
@@ -54,7 +72,7 @@ def describe_target(
         max_outstanding_leases=max_outstanding,
         host_id=create_host_id(shm_dir) if shm_dir is not None else "",
         probe=fixed.add("probe", {"probe": probe_tensor(probe_bytes)}),
-        frozen_weights=fixed.add("frozen_weights", target.frozen_weights()),
+        frozen_weights=frozen_weights,
         target_config_json=target.config.canonical_json(),
     )
 
@@ -69,7 +87,10 @@ def open_payload(served: ServedTarget, ledger: LeaseLedger, token: bytes) -> Ope
     if fixed is not None:
         return OpenPayload(fixed, lambda: True)
     lease = ledger.reading(token)
-    stream = served.catalog.get(lease.stream)
-    buffer = stream.arena.slot(lease.slot.index)[: stream.layout.size_bytes]
+    buffer = served.catalog.get(lease.stream).payload(lease)
+    if buffer is None:
+        raise SlipstreamError(
+            "The pack's shelf was exchanged.", reason=Reason.LEASE_LOST, remedy="The pack will be delivered again."
+        )
     # No slot is rewritten under a lease that is in the book.
     return OpenPayload(buffer, lambda: ledger.holds(token))

@@ -1,6 +1,7 @@
 """The process: listens at once, loads the model in the engine thread, serves, drains on SIGTERM.
 
-Threads: the main thread waits for the end; the engine thread loads and runs the model; gRPC's threads answer.
+Threads: the main thread waits for the end; the engine thread loads and runs the model, or waits for the processes that
+do; gRPC's threads answer.
 """
 
 import logging
@@ -29,20 +30,20 @@ from slipstream.wire.status import StatusInterceptor
 from slipstream.wire.transports.grpc import add_hidden_state_service
 from target_server.access import TokenInterceptor
 from target_server.admin_service import StreamAdminService
+from target_server.engine_plan import EnginePlan
+from target_server.engine_serving import EngineHost
 from target_server.fixed_payloads import PROBE_BYTES, FixedPayloadStore
 from target_server.lease_book import LeaseBook, Limits
 from target_server.lease_ledger import LeaseLedger
 from target_server.ledger_store import LedgerStore
 from target_server.producer import Producer
 from target_server.readiness import Readiness
-from target_server.served_target import ServedTarget, describe_target
+from target_server.served_target import PackMaker, ServedTarget, describe_target
 from target_server.service import HiddenStateService
-from target_server.state_cache import StateCache, StateCacheSettings, describe_cached
-from target_server.state_cache_queue import CachedQueue
-from target_server.state_cache_store import StateStore
 from target_server.stream_control import StreamControl
 from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
+from target_server.target_view import EngineTarget
 from target_server.work_queue import WorkQueue
 
 _WAKE_SECONDS = 0.2
@@ -62,6 +63,7 @@ class ServerSettings:
     listen: ListenAddress
     ledger: Path
     device: str
+    """Of the engine in this process; unused where engines are processes."""
     shelf_bytes: int
     shm_dir: Path | None
     """None: gRPC only."""
@@ -74,7 +76,8 @@ class ServerSettings:
     drain_seconds: float = 30.0
     """How long an orderly end waits for leases that are out."""
     probe_bytes: int = PROBE_BYTES
-    state_cache: StateCacheSettings | None = None
+    engines: EnginePlan | None = None
+    """Engine processes; None: the engine is a thread of this process."""
 
 
 class TargetServer:
@@ -94,20 +97,15 @@ class TargetServer:
         self._queue = WorkQueue(self._book)
         self._control = StreamControl(self._book)
         self._readiness = Readiness(settings.target.model)
+        self._engines = self._engine_host()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._served: ServedTarget | None = None
-        self._states: StateStore | None = None
-        self._cache: StateCache | None = None
         self._engine = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         try:
-            if settings.state_cache is not None:
-                self._states = StateStore(settings.state_cache.directory, settings.state_cache.budget_bytes)
             self._grpc, self.port = self._listen()
         except BaseException:
             self._store.close()
-            if self._states is not None:
-                self._states.close()
             raise
 
     @property
@@ -146,6 +144,13 @@ class TargetServer:
         if failure is not None:
             raise failure
         return 0
+
+    def _engine_host(self) -> EngineHost | None:
+        settings = self._settings
+        if settings.engines is None:
+            return None
+        assert settings.shm_dir is not None, "engine processes write into shared memory"
+        return EngineHost(settings.engines, settings.shm_dir, lambda living: self._readiness.set_working(living > 0))
 
     def _listen(self) -> tuple[grpc.Server, int]:
         status = StatusInterceptor()
@@ -191,14 +196,22 @@ class TargetServer:
 
     def _load(self) -> ServedTarget:
         settings = self._settings
-        log_event(_log, "info", "loading_target", model=settings.target.model, device=settings.device)
-        target = TargetModel.load(settings.target, device=settings.device)
-        if settings.pack_tokens is not None:
-            target.prepare(settings.pack_tokens)
+        where = settings.engines.in_words() if settings.engines is not None else settings.device
+        log_event(_log, "info", "loading_target", model=settings.target.model, device=where)
         fixed = FixedPayloadStore(settings.shm_dir)
+        target: TargetModel | EngineTarget
+        if self._engines is None:
+            target = TargetModel.load(settings.target, device=settings.device)
+            if settings.pack_tokens is not None:
+                target.prepare(settings.pack_tokens)
+            frozen_weights = fixed.add("frozen_weights", target.frozen_weights())
+        else:
+            target = self._engines.load(settings.target, settings.pack_tokens)
+            frozen_weights = self._engines.add_frozen_weights(fixed)
         handshake = describe_target(
             target,
             fixed,
+            frozen_weights,
             shm_dir=settings.shm_dir,
             probe_bytes=settings.probe_bytes,
             max_outstanding=settings.limits.max_outstanding,
@@ -209,17 +222,18 @@ class TargetServer:
             shelf_bytes=settings.shelf_bytes,
             shm_dir=settings.shm_dir,
             data_roots=settings.data_roots,
+            on_drop=self._engines.forget if self._engines is not None else None,
         )
-        return ServedTarget(target.fingerprint, handshake, catalog, self._make_producer(target, catalog), fixed)
+        return ServedTarget(target.fingerprint, handshake, catalog, self._make_packs(target, catalog), fixed)
 
-    def _make_producer(self, target: TargetModel, catalog: StreamCatalog) -> Producer:
-        if self._states is None:
-            return Producer(target, self._queue, catalog)
-        self._cache = StateCache(self._states, describe_cached(target), self._settings.pack_tokens)
-        queue = CachedQueue(self._queue, catalog, self._cache)
-        producer = Producer(target, queue, catalog)
-        queue.throughput = producer.throughput
-        return producer
+    def _make_packs(self, target: TargetModel | EngineTarget, catalog: StreamCatalog) -> PackMaker:
+        maker: PackMaker
+        if isinstance(target, TargetModel):
+            maker = Producer(target, self._queue, catalog)
+        else:
+            assert self._engines is not None
+            maker = self._engines.serve(self._queue, catalog)
+        return maker
 
     def _drain(self) -> None:
         self._readiness.drain()
@@ -232,13 +246,11 @@ class TargetServer:
     def _close(self) -> None:
         self._queue.close()
         self._grpc.stop(_STOP_GRACE_SECONDS).wait()
+        if self._engines is not None:
+            self._engines.close()
         # A model that is still being loaded cannot be interrupted; a forward ends soon.
         if self._engine.ident is not None:
             self._engine.join(timeout=_STOP_GRACE_SECONDS)
-        if self._cache is not None:
-            self._cache.close()
-        elif self._states is not None:
-            self._states.close()
         if self._served is not None:
             self._served.close()
         self._store.close()

@@ -24,6 +24,7 @@ from slipstream.telemetry.logs import log_event
 from slipstream.tensor_parallel import Rank
 from slipstream.wire.target_config import TargetConfig
 from target_server.forward import PackedForward
+from target_server.target_view import check_layers
 
 _logger = logging.getLogger(__name__)
 
@@ -180,13 +181,7 @@ class TargetModel:
 
     def check_layers(self, layer_ids: Sequence[int]) -> None:
         """Raise TARGET_INCOMPATIBLE for a layer that the target does not have."""
-        unknown = [layer for layer in layer_ids if not 0 <= layer < self.config.num_layers]
-        if unknown:
-            raise SlipstreamError(
-                f"Layers {unknown} of {self.model_id} were asked for; it has layers 0 to {self.config.num_layers - 1}.",
-                reason=Reason.TARGET_INCOMPATIBLE,
-                remedy="Correct drafter.target_layer_ids.",
-            )
+        check_layers(layer_ids, self.config.num_layers, self.model_id)
 
 
 def choose_backend(spec: TargetSpec, device: torch.device, environment: Mapping[str, str]) -> tuple[str | None, str]:
