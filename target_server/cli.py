@@ -30,7 +30,7 @@ from target_server.engine_plan import EnginePlan, group_devices, parse_devices
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main() -> int:
@@ -123,7 +123,7 @@ def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:
 
 def parse_size(text: str) -> int:
     """Bytes, plain or with a unit: `1073741824`, `512MiB`, `1.5 GiB`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|)", text.strip())
     size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or 512MiB, or 4GiB")
@@ -144,8 +144,10 @@ def _serve(
     from target_server.fixed_payloads import PROBE_BYTES
     from target_server.lease_book import Limits
     from target_server.server import ServerSettings, TargetServer, leave
+    from target_server.state_cache import StateCacheSettings
 
     engines = plan_engines(args, usable_cores())
+    cache = read_state_cache(args.state_cache, args.state_cache_bytes)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
@@ -172,6 +174,7 @@ def _serve(
         drain_seconds=args.drain_seconds,
         probe_bytes=args.probe_bytes or PROBE_BYTES,
         engines=engines,
+        state_cache=StateCacheSettings(*cache) if cache is not None else None,
     )
     server = TargetServer(settings)
     status = server.run()
@@ -211,6 +214,23 @@ def plan_engines(args: argparse.Namespace, cores: int) -> EnginePlan | None:
     shared = max(1, cores // len(devices)) if devices[0] == "cpu" else None
     flags = ("--log-level", args.log_level, *(("--log-json",) if args.log_json else ()))
     return EnginePlan(groups, args.threads or shared, flags=flags)
+
+
+def read_state_cache(directory: Path | None, budget_bytes: int | None) -> tuple[Path, int] | None:
+    """Directory and budget of the cache of hidden states; None where none is asked for.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID.
+    """
+    if directory is not None and budget_bytes is not None:
+        return directory, budget_bytes
+    if directory is None and budget_bytes is None:
+        return None
+    raise SlipstreamError(
+        "A cache of hidden states needs a directory and a budget, and only one of them is given.",
+        reason=Reason.SPEC_INVALID,
+        remedy="Give both, --state-cache DIR and --state-cache-bytes 200GiB, or neither.",
+    )
 
 
 def _remove_port_file(path: Path | None) -> None:
@@ -274,6 +294,10 @@ def _parser() -> argparse.ArgumentParser:
     memory = serve.add_mutually_exclusive_group()
     memory.add_argument("--shm-dir", type=Path, metavar="DIR", help="shared memory; default: /dev/shm")
     memory.add_argument("--no-shm", action="store_true", help="serve over gRPC only")
+    serve.add_argument(
+        "--state-cache", type=Path, metavar="DIR", help="keep hidden states on disk, for later epochs and other runs"
+    )
+    serve.add_argument("--state-cache-bytes", type=parse_size, metavar="SIZE", help="all that it may take, e.g. 200GiB")
     serve.add_argument("--port-file", type=Path, metavar="FILE", help="receives HOST:PORT once the server listens")
     serve.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token; else $SLIPSTREAM_TOKEN")
     _add_rarely_used(serve)

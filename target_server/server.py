@@ -40,6 +40,9 @@ from target_server.producer import Producer
 from target_server.readiness import Readiness
 from target_server.served_target import PackMaker, ServedTarget, describe_target
 from target_server.service import HiddenStateService
+from target_server.state_cache import StateCache, StateCacheSettings, describe_cached
+from target_server.state_cache_queue import CachedQueue
+from target_server.state_cache_store import StateStore
 from target_server.stream_control import StreamControl
 from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
@@ -78,6 +81,7 @@ class ServerSettings:
     probe_bytes: int = PROBE_BYTES
     engines: EnginePlan | None = None
     """Engine processes; None: the engine is a thread of this process."""
+    state_cache: StateCacheSettings | None = None
 
 
 class TargetServer:
@@ -101,11 +105,17 @@ class TargetServer:
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._served: ServedTarget | None = None
+        self._states: StateStore | None = None
+        self._cache: StateCache | None = None
         self._engine = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         try:
+            if settings.state_cache is not None:
+                self._states = StateStore(settings.state_cache.directory, settings.state_cache.budget_bytes)
             self._grpc, self.port = self._listen()
         except BaseException:
             self._store.close()
+            if self._states is not None:
+                self._states.close()
             raise
 
     @property
@@ -227,12 +237,18 @@ class TargetServer:
         return ServedTarget(target.fingerprint, handshake, catalog, self._make_packs(target, catalog), fixed)
 
     def _make_packs(self, target: TargetModel | EngineTarget, catalog: StreamCatalog) -> PackMaker:
+        queue: WorkQueue | CachedQueue = self._queue
+        if self._states is not None:
+            self._cache = StateCache(self._states, describe_cached(target), self._settings.pack_tokens)
+            queue = CachedQueue(self._queue, catalog, self._cache)
         maker: PackMaker
         if isinstance(target, TargetModel):
-            maker = Producer(target, self._queue, catalog)
+            maker = Producer(target, queue, catalog)
         else:
             assert self._engines is not None
-            maker = self._engines.serve(self._queue, catalog)
+            maker = self._engines.serve(queue, catalog)
+        if isinstance(queue, CachedQueue):
+            queue.throughput = maker.throughput
         return maker
 
     def _drain(self) -> None:
@@ -251,6 +267,10 @@ class TargetServer:
         # A model that is still being loaded cannot be interrupted; a forward ends soon.
         if self._engine.ident is not None:
             self._engine.join(timeout=_STOP_GRACE_SECONDS)
+        if self._cache is not None:
+            self._cache.close()
+        elif self._states is not None:
+            self._states.close()
         if self._served is not None:
             self._served.close()
         self._store.close()

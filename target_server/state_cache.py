@@ -20,7 +20,7 @@ from target_server.producer import ComputedStream, tensors_of
 from target_server.state_cache_segment import KEY_BYTES
 from target_server.state_cache_store import StateStore, too_small
 from target_server.state_cache_writer import StateRows, StateWriter
-from target_server.target_model import TargetModel
+from target_server.target_view import TargetView
 
 _KEY_FORMAT = "slipstream.state-cache.key.v1"
 
@@ -171,7 +171,7 @@ class StateCache:
         )  # fmt: skip
 
 
-def describe_cached(target: TargetModel) -> CachedTarget:
+def describe_cached(target: TargetView) -> CachedTarget:
     """What the cache must know of a loaded target."""
     return CachedTarget(
         fingerprint=target.fingerprint,

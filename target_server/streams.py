@@ -1,17 +1,12 @@
-"""Streams: a data specification becomes a sequence of packs, a layout and an arena, within the shelf's budget.
-
-Runs of one stream may read different layers: its packs hold the union, and each run reads what it asked for. One that
-brings a new layer gets the stream another arena, with larger slots; what lay in the old one is computed again.
-"""
+"""Streams: a data specification becomes a sequence of packs, a layout and an arena, within the shelf's budget."""
 
 import hashlib
 import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -22,7 +17,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
-from slipstream.wire.codec import ByteArray, LayoutEntry, PayloadLayout, checksum, plan_layout
+from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
 from slipstream.wire.page_lock import lock_pages, unlock_pages
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.data_files import file_stamp, find_files
@@ -30,13 +25,10 @@ from target_server.dataset import Dataset, load_documents
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
 from target_server.record_files import SourceFile
-from target_server.shelf import Shelf
-from target_server.stream_layers import Layers
-from target_server.subscription import Lease, SubscriptionTerms
+from target_server.shelf import PackFacts, Shelf
+from target_server.subscription import SubscriptionTerms
 from target_server.target_view import TargetView
 
-SMALL_TENSORS = ("input_ids", "loss_mask", "document_ids", "position_ids")
-"""What packs hold besides hidden states."""
 MIN_SLOTS = 4
 """Two for each of two runs that are far apart."""
 MAX_EPOCHS = 10_000
@@ -52,75 +44,48 @@ class Stream:
     """One stream that is on a shelf."""
 
     name: str
-    layers: Layers
+    layer_ids: tuple[int, ...]
+    last_hidden_state: bool
     sequence: PackSequence
     layout: PayloadLayout
     arena: PayloadArena
     data_report_json: str
     pack_tokens: int
-    _guard: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the arena is looked at by threads that no lease protects, or closed."""
-    _checksums: dict[int, tuple[int, dict[str, int]]] = field(default_factory=dict)
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Zero-based, ascending."""
-        return self.layers.ids
-
-    @property
-    def last_hidden_state(self) -> bool:
-        """Whether packs hold the last layer's output, too."""
-        return self.layers.last_hidden_state
+    _checksums: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def end(self, max_epochs: int) -> int | None:
         """One past the last pack of so many epochs; None for 0, which means for ever."""
         return self.sequence.total_packs(max_epochs) if max_epochs else None
 
-    def describe(
-        self, lease: Lease, *, checksums: bool
-    ) -> tuple[batch_pb2.PackManifest, tuple[batch_pb2.PayloadLocation, ...]] | None:
-        """What a trainer must know of a leased pack, and where it lies; None: the arena was given back meanwhile.
-
-        Args:
-            lease: on a slot of this stream's arena; one on another arena is void and gives what nobody can confirm.
-            checksums: of all tensors, for a transport that needs them; else of the small ones only.
-        """
-        with self._guard:
-            if self.arena.is_closed or lease.slot.index >= self.arena.num_slots:
-                return None
-            sums = self._checksums_of(lease.slot.index, lease.facts.generation, everything=checksums)
-            locations = payload_locations(self.arena, lease.slot.index)
-        specs = tuple(_with_checksum(spec, sums.get(spec.name, 0)) for spec in self.layout.specs)
-        manifest = batch_pb2.PackManifest(
-            sequence_number=lease.sequence_number,
+    def manifest(
+        self, sequence_number: int, slot_index: int, facts: PackFacts, *, checksums: bool
+    ) -> batch_pb2.PackManifest:
+        """What a trainer must know of a pack; `checksums` for a transport that needs them."""
+        specs = self.layout.specs
+        if checksums:
+            sums = self._checksums_of(slot_index, facts.generation)
+            specs = tuple(_with_checksum(spec, value) for spec, value in zip(specs, sums, strict=True))
+        return batch_pb2.PackManifest(
+            sequence_number=sequence_number,
             tensors=specs,
             payload_size_bytes=self.layout.size_bytes,
-            num_tokens=lease.facts.num_tokens,
-            num_supervised_tokens=lease.facts.num_supervised_tokens,
+            num_tokens=facts.num_tokens,
+            num_supervised_tokens=facts.num_supervised_tokens,
         )
-        return manifest, locations
 
-    def payload(self, lease: Lease) -> ByteArray | None:
-        """The bytes that a lease lets a trainer read; None: the arena was given back meanwhile."""
-        with self._guard:
-            if self.arena.is_closed or lease.slot.index >= self.arena.num_slots:
-                return None
-            return self.arena.slot(lease.slot.index)[: self.layout.size_bytes]
+    def locations(self, slot_index: int) -> tuple[batch_pb2.PayloadLocation, ...]:
+        """Where a slot's payload can be read."""
+        return payload_locations(self.arena, slot_index)
 
-    def close(self) -> None:
-        """Give the arena's memory back; who reads from it now is refused when it confirms."""
-        with self._guard:
-            unlock_pages(self.arena.slots())
-            self.arena.close()
-
-    def _checksums_of(self, slot_index: int, generation: int, *, everything: bool) -> dict[str, int]:
-        """Computed once per content of a slot, those of hidden states only when a reader needs them."""
-        found, known = self._checksums.get(slot_index, (generation, dict[str, int]()))
-        sums = dict(known) if found == generation else {}
+    def _checksums_of(self, slot_index: int, generation: int) -> tuple[int, ...]:
+        """Computed once per content of a slot, and only when a reader needs them."""
+        known = self._checksums.get(slot_index)
+        if known is not None and known[0] == generation:
+            return known[1]
         slot = self.arena.slot(slot_index)
-        for spec in self.layout.specs:
-            if spec.name not in sums and (everything or spec.name in SMALL_TENSORS):
-                sums[spec.name] = checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
+        sums = tuple(
+            checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]) for spec in self.layout.specs
+        )
         if self.arena.generation(slot_index) == generation:
             self._checksums[slot_index] = (generation, sums)
         return sums
@@ -171,17 +136,13 @@ class StreamCatalog:
         """A stream that is on a shelf."""
         return self._streams[name]
 
-    def serves(self, name: str, terms: SubscriptionTerms) -> bool:
-        """Whether the stream is on a shelf, with everything that a run reads."""
-        stream = self._streams.get(name)
-        return stream is not None and stream.layers.cover(Layers.of(terms))
-
     def open(self, terms: SubscriptionTerms) -> Stream:
         """The stream of a data specification; reads and tokenizes the data when it is not on a shelf.
 
         Raises:
             SlipstreamError: SPEC_INVALID, DATA_INVALID, PATH_NOT_ALLOWED; TARGET_INCOMPATIBLE for layers that the
-                target has not; OUT_OF_MEMORY when the shelf's budget does not hold one more stream, or one more layer.
+                target has not, or that differ from those of the stream's other runs; OUT_OF_MEMORY when the shelf's
+                budget does not hold one more stream.
         """
         spec = parse_data_spec(terms.data_spec_json)
         self._check_layers(terms)
@@ -189,11 +150,11 @@ class StreamCatalog:
         with self._opening:
             source = _source_key(spec, files)
             name = self._by_source.get(source)
-            stream = self._streams[name] if name is not None else self._load(spec, files, terms)
-            if not stream.layers.cover(Layers.of(terms)):
-                stream = self._widen(stream, terms)
-            self._by_source[source] = stream.name
-            return stream
+            if name is not None:
+                stream = self._streams[name]
+                if self._same_layers(stream, terms):
+                    return stream
+            return self._load(spec, files, terms, source)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -201,105 +162,84 @@ class StreamCatalog:
             for name in list(self._streams):
                 self._drop(name)
 
-    def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms) -> Stream:
+    def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms, source: str) -> Stream:
         dataset = load_documents(spec, self._target.tokenizer, files=files, split="train")
         self._check_lengths(dataset)
         name = _stream_name(spec, dataset.content_hash, self._target.fingerprint)
         known = self._streams.get(name)  # the same content under another path
-        if known is not None:
-            return known
-        sequence = PackSequence(
-            dataset.documents,
-            pack_tokens=spec.pack_tokens,
-            seed=spec.seed,
-            window_documents=spec.window_documents,
-        )
-        return self._add(name, sequence, Layers.of(terms), dataset.report.model_dump_json())
+        if known is None or not self._same_layers(known, terms):
+            sequence = PackSequence(
+                dataset.documents,
+                pack_tokens=spec.pack_tokens,
+                seed=spec.seed,
+                window_documents=spec.window_documents,
+            )
+            layout = plan_layout(self._layout_entries(spec.pack_tokens, terms))
+            arena = self._make_arena(layout)
+            known = Stream(
+                name=name,
+                layer_ids=terms.layer_ids,
+                last_hidden_state=terms.last_hidden_state,
+                sequence=sequence,
+                layout=layout,
+                arena=arena,
+                data_report_json=dataset.report.model_dump_json(),
+                pack_tokens=spec.pack_tokens,
+            )
+            self._streams[name] = known
+            horizon = MAX_EPOCHS * sequence.total_packs(1)
+            self._ledger.add_stream(name, Shelf(arena.num_slots, arena.slot_bytes), horizon)
+            log_event(
+                _log, "info", "stream_opened", stream=name, layers=terms.layer_ids, slots=arena.num_slots,
+                pack_mib=round(layout.size_bytes / 2**20, 2),
+            )  # fmt: skip
+        self._by_source[source] = name
+        return known
 
-    def _add(self, name: str, sequence: PackSequence, layers: Layers, data_report_json: str) -> Stream:
-        """A stream that is not on a shelf."""
-        layout = plan_layout(self._layout_entries(sequence.pack_tokens, layers))
-        arena = self._make_arena(self._make_room(layout.size_bytes), layout.size_bytes)
-        stream = Stream(name, layers, sequence, layout, arena, data_report_json, sequence.pack_tokens)
-        self._streams[name] = stream
-        self._ledger.add_stream(name, _shelf_of(stream), MAX_EPOCHS * sequence.total_packs(1))
-        _log_opened(stream)
-        return stream
-
-    def _widen(self, stream: Stream, terms: SubscriptionTerms) -> Stream:
-        """The stream with the layers of one more run; with those alone where no other run uses it.
-
-        Raises:
-            SlipstreamError: OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED, TARGET_LOADING; the stream is then as it was.
-        """
-        if self._ledger.retire_stream(stream.name):
-            self._drop(stream.name)
-            return self._add(stream.name, stream.sequence, Layers.of(terms), stream.data_report_json)
-        layers = stream.layers.joined(Layers.of(terms))
-        layout = plan_layout(self._layout_entries(stream.pack_tokens, layers))
-        slots = self._make_room(layout.size_bytes, instead_of=stream)
-
-        def make() -> Shelf:
-            self._release(stream)
-            try:
-                arena = self._make_arena(slots, layout.size_bytes)
-                self._streams[stream.name] = replace(stream, layers=layers, layout=layout, arena=arena, **_fresh())
-            except SlipstreamError as error:
-                refused.append(error)
-                arena = self._make_arena(stream.arena.num_slots, stream.layout.size_bytes)
-                self._streams[stream.name] = replace(stream, arena=arena, **_fresh())
-            return _shelf_of(self._streams[stream.name])
-
-        refused: list[SlipstreamError] = []
-        try:
-            self._ledger.exchange_shelf(stream.name, make)
-        except BaseException:
-            if stream.arena.is_closed:
-                self._forget(stream.name)
-            raise
-        if refused:
-            raise refused[0]
-        _log_opened(self._streams[stream.name])
-        return self._streams[stream.name]
+    def _same_layers(self, stream: Stream, terms: SubscriptionTerms) -> bool:
+        """True when the stream fits; False when it did not and is gone now, because nobody used it."""
+        theirs, ours = (stream.layer_ids, stream.last_hidden_state), (terms.layer_ids, terms.last_hidden_state)
+        if theirs == ours:
+            return True
+        if not self._ledger.retire_stream(stream.name):
+            raise SlipstreamError(
+                f"{stream.name} is served with {_layers_in_words(*theirs)}; run {terms.run} asks for "
+                f"{_layers_in_words(*ours)}.",
+                reason=Reason.TARGET_INCOMPATIBLE,
+                remedy="Runs that share a stream read the same layers: set the same drafter.target_layer_ids, give "
+                "this run another data.seed, or serve it from another target server.",
+            )
+        self._drop(stream.name)
+        return False
 
     def _drop(self, name: str) -> None:
-        self._release(self._streams[name])
-        self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        del self._streams[name]
+        arena = self._streams.pop(name).arena
         self._by_source = {source: stream for source, stream in self._by_source.items() if stream != name}
-
-    def _release(self, stream: Stream) -> None:
         if self._on_drop is not None:
-            self._on_drop(stream.arena)
-        stream.close()
+            self._on_drop(arena)
+        unlock_pages(arena.slots())
+        arena.close()
 
-    def _make_room(self, pack_bytes: int, instead_of: Stream | None = None) -> int:
-        """Slots that a stream with such packs may have, in the place of another one; idle ones are dropped for it."""
-        slots = self._affordable_slots(pack_bytes, instead_of)
+    def _make_arena(self, layout: PayloadLayout) -> PayloadArena:
+        slots = self._affordable_slots(layout.size_bytes)
         for name in list(self._streams):
             if slots >= MIN_SLOTS:
                 break
-            if self._streams[name] is not instead_of and self._ledger.retire_stream(name):
+            if self._ledger.retire_stream(name):
                 self._drop(name)
-                slots = self._affordable_slots(pack_bytes, instead_of)
+                slots = self._affordable_slots(layout.size_bytes)
         if slots < MIN_SLOTS:
-            raise self._no_room(pack_bytes)
-        return min(slots, MAX_SLOTS)
-
-    def _make_arena(self, slots: int, pack_bytes: int) -> PayloadArena:
-        arena = PayloadArena.create(slots, pack_bytes, directory=self._shm_dir)
+            raise self._no_room(layout.size_bytes)
+        arena = PayloadArena.create(min(slots, MAX_SLOTS), layout.size_bytes, directory=self._shm_dir)
         if self._target.device.type == "cuda":
             lock_pages(arena.slots(), effect="copies from the GPU are about three times slower")
         return arena
 
-    def _affordable_slots(self, pack_bytes: int, instead_of: Stream | None) -> int:
-        freed = _size_of(instead_of) if instead_of is not None else 0
-        return (self._shelf_bytes - self._used_bytes() + freed) // pack_bytes
+    def _affordable_slots(self, pack_bytes: int) -> int:
+        return (self._shelf_bytes - self._used_bytes()) // pack_bytes
 
     def _used_bytes(self) -> int:
-        return sum(_size_of(stream) for stream in self._streams.values())
+        return sum(stream.arena.num_slots * stream.arena.slot_bytes for stream in self._streams.values())
 
     def _no_room(self, pack_bytes: int) -> SlipstreamError:
         used = self._used_bytes()
@@ -312,9 +252,9 @@ class StreamCatalog:
             "or close runs on other data.",
         )
 
-    def _layout_entries(self, pack_tokens: int, layers: Layers) -> list[LayoutEntry]:
-        names = [hidden_state_name(layer) for layer in layers.ids]
-        if layers.last_hidden_state:
+    def _layout_entries(self, pack_tokens: int, terms: SubscriptionTerms) -> list[LayoutEntry]:
+        names = [hidden_state_name(layer) for layer in terms.layer_ids]
+        if terms.last_hidden_state:
             names.append(LAST_HIDDEN_STATE)
         shape = (pack_tokens, self._target.config.hidden_size)
         entries: list[LayoutEntry] = [
@@ -386,25 +326,8 @@ def _with_checksum(spec: tensor_pb2.TensorSpec, value: int) -> tensor_pb2.Tensor
     return copy
 
 
-def _size_of(stream: Stream) -> int:
-    return stream.arena.num_slots * stream.arena.slot_bytes
-
-
-def _shelf_of(stream: Stream) -> Shelf:
-    return Shelf(stream.arena.num_slots, stream.arena.slot_bytes, pack_cost=stream.pack_tokens)
-
-
-def _fresh() -> dict[str, Any]:
-    """What a stream does not share with the one whose place it takes."""
-    return {"_guard": threading.Lock(), "_checksums": {}}
-
-
-def _log_opened(stream: Stream) -> None:
-    log_event(
-        _log, "info", "stream_opened", stream=stream.name, layers=stream.layer_ids,
-        last_hidden_state=stream.last_hidden_state, slots=stream.arena.num_slots,
-        pack_mib=round(stream.layout.size_bytes / 2**20, 2),
-    )  # fmt: skip
+def _layers_in_words(layer_ids: tuple[int, ...], last_hidden_state: bool) -> str:
+    return f"layers {list(layer_ids)}" + (" and the last hidden state" if last_hidden_state else "")
 
 
 def _mib(size_bytes: int) -> str:
