@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.random_target import build_tokenizer, random_model, write_documents
+from benchmarks.step_reader import StepReader, Subscription
 from benchmarks.target_workload import BATCH_DOCUMENTS, PACK_TOKENS, SHAPES, Shape, real_batches, real_packs
 from slipstream.child_processes import child_process
 from slipstream.telemetry.logs import configure_logging
@@ -157,20 +159,6 @@ class Theirs:
             self._decoder(input_ids=tokens, attention_mask=padded, output_hidden_states=True, use_cache=False)
 
 
-def random_model(shape: Shape, device: str) -> Any:
-    """A causal language model of the shape, weights drawn on the device, in bfloat16 (on a CPU in float32)."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(shape.config)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, pad_token_id=None, bos_token_id=None)
-    torch.manual_seed(0)
-    with torch.device(device):
-        dtype = torch.bfloat16 if device != "cpu" else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
-
-
 def synchronise(device: str) -> None:
     """Wait for the device."""
     import torch
@@ -215,8 +203,9 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
             pack_tokens=PACK_TOKENS,
         )
         server = TargetServer(settings)
+        documents = write_documents(shape, Path(directory) / "documents.jsonl")
         command = [sys.executable, "-m", "benchmarks.target_throughput_worker", "subscribe", "--size", args.size]
-        command += ["--address", str(server.address), "--data", str(write_documents(shape, Path(directory)))]
+        command += ["--address", str(server.address), "--data", str(documents)]
         output = Path(directory) / "subscriber.json"
         command += ["--output", str(output)]
         subscriber = threading.Thread(target=run_subscriber, args=(command, loaded, ended), daemon=True)
@@ -261,9 +250,8 @@ def random_target(shape: Shape, spec: Any, device: str, directory: Path) -> Any:
     from slipstream.target_files import TargetFiles
     from slipstream.target_loading import LoadedTarget
     from target_server.target_model import TargetModel
-    from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
-    tokenizer = build_tiny_tokenizer(directory)
+    tokenizer = build_tokenizer(shape.config["vocab_size"], directory)
     files = TargetFiles(directory, (), (), None)
     target = TargetModel(LoadedTarget(random_model(shape, device), tokenizer, files), spec, "0" * 64)
     # Nobody reads the frozen weights here, and the server would copy them for trainers first.
@@ -293,65 +281,25 @@ def free_address() -> Any:
     return ListenAddress.parse("127.0.0.1:0")
 
 
-def write_documents(shape: Shape, directory: Path) -> Path:
-    """Documents of real lengths as token ids."""
-    path = directory / "documents.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for index, length in enumerate(length for pack in real_packs(10**6) for length in pack):
-            ids = [5 + index % (shape.config["vocab_size"] - 5)] * max(length, 2)
-            file.write(
-                json.dumps({"id": f"d{index}", "input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}) + "\n"
-            )
-    return path
-
-
 def subscribe(args: argparse.Namespace) -> dict[str, Any]:
     """Lease, read, confirm and commit packs as a trainer's feeder does; packs per second once the shelf is drained."""
-    from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
-    from slipstream.run_spec.load import canonical_json
     from slipstream.run_spec.spec import DataSpec
     from slipstream.wire.channel import TargetClient
-    from slipstream.wire.transports import PayloadRef, choose_reader
+    from slipstream.wire.transports import choose_reader
 
     shape = SHAPES[args.size]
     with TargetClient(args.address) as client:
         reader = choose_reader("auto", client.get_target(), client.channel)
         data = DataSpec(files=(str(args.data),), format="tokens", pack_tokens=PACK_TOKENS)
-        opened = client.open_subscription(
-            pb.OpenSubscriptionRequest(
-                run="runs/benchmark",
-                data_spec_json=canonical_json(data),
-                layer_ids=shape.layer_ids,
-                packs_per_step=1,
-                start_position=pb.START_POSITION_BEGINNING,
-            )
-        )
-        sought = client.seek_subscription(
-            pb.SeekSubscriptionRequest(subscription=opened.subscription, expected_incarnation=opened.incarnation)
-        )
-        ask = pb.LeasePacksRequest(
-            subscription=opened.subscription,
-            incarnation=sought.incarnation,
-            trainer="trainers/benchmark",
-            max_packs=4,
-            target_fingerprint="0" * 64,
-            transport=reader.transport,
-        )
-        ask.max_wait.FromSeconds(10)
-        ask.time_to_live.FromSeconds(60)
+        run = StepReader(client, Subscription("benchmark", data, shape.layer_ids), reader)
         packs, tokens, read_seconds, began = 0, 0, 0.0, 0.0
         while packs < shape.serve_packs + SUBSCRIBER_SKIPS:
-            for lease in client.lease_packs(ask).leases:
+            for lease in run.lease(max_packs=4):
                 reading = time.perf_counter()
-                reader.read(PayloadRef.of_lease(lease), [spec.name for spec in lease.manifest.tensors])
+                run.read(lease)
                 read_seconds += time.perf_counter() - reading
-                generation = PayloadRef.of_lease(lease).slot_generation
-                confirm = pb.ConfirmReadRequest(lease_token=lease.lease_token, slot_generation=generation)
-                if not client.confirm_read(confirm).valid:
-                    return {"failed": f"pack {lease.manifest.sequence_number} could not be confirmed"}
-                commit = pb.CommitStepRequest(subscription=opened.subscription, incarnation=sought.incarnation)
-                commit.step = lease.manifest.sequence_number
-                client.commit_step(commit)
+                run.confirm(lease)
+                run.commit(lease.step)
                 packs += 1
                 tokens += lease.manifest.num_tokens
                 if packs == SUBSCRIBER_SKIPS:

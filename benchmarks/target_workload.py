@@ -40,6 +40,16 @@ SHAPES = {
         (1, 9, 17, 25, 33),
         serve_packs=24,
     ),
+    "qwen3-1.7b": Shape(
+        "Qwen3-1.7B shape",
+        {
+            "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        },
+        (1, 7, 13, 19, 25),
+        serve_packs=100,
+    ),
     "smollm2-135m": Shape(
         "SmolLM2-135M shape",
         _LLAMA
@@ -49,6 +59,16 @@ SHAPES = {
         },
         (1, 8, 14, 20, 27),
         serve_packs=300,
+    ),
+    "small": Shape(
+        "small",
+        _LLAMA
+        | {
+            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        },
+        (0, 2),
+        serve_packs=10,
     ),
     "tiny": Shape(
         "tiny",

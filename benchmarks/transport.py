@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import RESULTS, Row, write_results
+from benchmarks.served import target_server
+from benchmarks.target_workload import SHAPES
 from benchmarks.worker_process import WorkerFailedError, WorkerProcess
-from slipstream.child_processes import child_process, sigterm_as_exit
+from slipstream.child_processes import sigterm_as_exit
 
 LIMIT_MILLISECONDS = 3.0
 GRPC_FLOOR, GRPC_GOAL = 0.08, 0.15
@@ -31,7 +33,6 @@ ROUNDS = 5
 STEP_SECONDS = 0.1
 CASES = ((1, 0.0), (8, STEP_SECONDS), (8, 0.0))
 """Trainers, and how often each begins a step."""
-START_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
 
 
@@ -48,7 +49,10 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     load_before = os.getloadavg()[0]
     with sigterm_as_exit(), tempfile.TemporaryDirectory() as directory:
-        answers = measure(args, Path(directory))
+        try:
+            answers = measure(args, Path(directory))
+        except WorkerFailedError as error:
+            raise SystemExit(str(error)) from None
     rows = [row for answer in answers for row in rows_of(answer)]
     sys.stdout.write(table(rows, answers))
     if rows:
@@ -62,40 +66,27 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """The workers' answers; what failed or was left out says so."""
-    from tests.fakes.served_model import write_conversations, write_tiny_target
+    from benchmarks.random_target import write_documents, write_target
 
     deadline = time.monotonic() + args.leave_by
-    model = write_tiny_target(directory / "model")
-    data = write_conversations(directory / "conversations.jsonl", count=300)
-    port = directory / "port"
-    serve = [sys.executable, "-m", "target_server", "serve", "--model", str(model), "--set", "target.dtype=float32"]
-    serve += ["--device", "cpu", "--threads", "1", "--listen", "127.0.0.1:0", "--port-file", str(port)]
-    serve += ["--ledger", str(directory / "ledger.sqlite"), "--probe-bytes", args.probe_bytes]
+    model = write_target(SHAPES["tiny"], directory / "model", "cpu")
+    data = write_documents(SHAPES["tiny"], directory / "documents.jsonl")
+    serve = ["--model", str(model), "--set", "target.dtype=float32", "--device", "cpu", "--threads", "1"]
+    serve += ["--probe-bytes", args.probe_bytes]
     asked: list[dict[str, Any]] = [{"what": "bytes"}] if "bytes" in args.parts else []
     if "trips" in args.parts:
         asked += [{"what": "trips", "trainers": count, "step_seconds": seconds} for count, seconds in CASES]
     answers = []
-    with (args.out / "transport-server.log").open("wb") as log, child_process(serve, output=log):
-        address = wait_for_address(port)
+    with target_server(serve, directory, args.out / "transport-server.log") as served:
         for number, each in enumerate(asked):
             if deadline - time.monotonic() < 6 * args.seconds:
                 answers.append(each | {"failed": "left out: no time"})
                 continue
             try:
-                answers.append(each | ask(each, args, address, data, f"case-{number}"))
+                answers.append(each | ask(each, args, served.address, data, f"case-{number}"))
             except WorkerFailedError as error:
                 answers.append(each | {"failed": str(error)})
     return answers
-
-
-def wait_for_address(port: Path) -> str:
-    """What the server writes once it listens; that it loads still, its clients wait for themselves."""
-    deadline = time.monotonic() + START_SECONDS
-    while not port.exists():
-        if time.monotonic() > deadline:
-            raise SystemExit("the target server did not start: see transport-server.log")
-        time.sleep(0.1)
-    return port.read_text(encoding="utf-8").strip()
 
 
 def ask(asked: dict[str, Any], args: argparse.Namespace, address: str, data: Path, name: str) -> dict[str, Any]:

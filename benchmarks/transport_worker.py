@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
-from slipstream.run_spec.load import canonical_json
+from benchmarks.step_reader import StepReader, Subscription
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.channel import TargetClient
 
@@ -20,7 +19,6 @@ PACK_TOKENS = 128
 LAYERS = (0, 2)
 SHELF_PACKS = 12
 """Of the stream's beginning; they stay on the shelf, so that no round trip waits for the target."""
-POLL_SECONDS = 20
 
 
 def main() -> int:
@@ -87,15 +85,7 @@ class RoundTrips:
     """A trainer with a run of its own that takes no time to train."""
 
     def __init__(self, client: TargetClient, run: str, data: str) -> None:
-        self._client = client
-        self._fingerprint = client.get_target().target_fingerprint
-        spec = DataSpec(files=(data,), pack_tokens=PACK_TOKENS)
-        self._opened = client.open_subscription(
-            pb.OpenSubscriptionRequest(
-                run=f"runs/{run}", data_spec_json=canonical_json(spec), layer_ids=LAYERS, packs_per_step=1
-            )
-        )
-        self._incarnation = self._opened.incarnation
+        self._run = StepReader(client, Subscription(run, DataSpec(files=(data,), pack_tokens=PACK_TOKENS), LAYERS))
 
     def measure(self, seconds: float, step_seconds: float) -> dict[str, Any]:
         """Milliseconds of every lease, confirm and commit for so long; a new step every `step_seconds`, or at once."""
@@ -112,28 +102,16 @@ class RoundTrips:
 
     def _cycle(self, step_seconds: float) -> list[list[float]]:
         """Seek to the beginning, then take the first packs of the stream as steps."""
-        seek = pb.SeekSubscriptionRequest(
-            subscription=self._opened.subscription, expected_incarnation=self._incarnation, next_step=0
-        )
-        self._incarnation = self._client.seek_subscription(seek).incarnation
+        self._run.rewind()
         return [self._step(step, step_seconds) for step in range(SHELF_PACKS)]
 
     def _step(self, step: int, step_seconds: float) -> list[float]:
-        ask = pb.LeasePacksRequest(
-            subscription=self._opened.subscription,
-            incarnation=self._incarnation,
-            max_packs=1,
-            target_fingerprint=self._fingerprint,
-            transport=pb.TRANSPORT_SHARED_MEMORY,
-        )
-        ask.max_wait.seconds, ask.time_to_live.seconds = POLL_SECONDS, 60
         began = time.perf_counter()
-        (lease,) = self._client.lease_packs(ask).leases
+        (lease,) = self._run.lease()
         leased = time.perf_counter()
-        assert self._client.confirm_read(pb.ConfirmReadRequest(lease_token=lease.lease_token)).valid
+        self._run.confirm(lease)
         confirmed = time.perf_counter()
-        commit = pb.CommitStepRequest(subscription=ask.subscription, incarnation=ask.incarnation, step=step)
-        self._client.commit_step(commit)
+        self._run.commit(step)
         committed = time.perf_counter()
         time.sleep(max(0.0, step_seconds - (committed - began)))
         return [1000 * (leased - began), 1000 * (confirmed - leased), 1000 * (committed - confirmed)]
