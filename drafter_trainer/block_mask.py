@@ -195,6 +195,8 @@ class FlexAttention:
 
     full: BlockMask | None
     sliding: BlockMask | None
+    anchors: Anchors
+    """Of the blocks, for drafters that look something up there."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
         """query [Hq, A·B, d], key and value [Hkv, T + A·B, d] → [Hq, A·B, d]; queries that see nothing give 0."""
@@ -231,6 +233,8 @@ class SdpaAttention:
     sees_something: Tensor
     """Queries of valid anchors, bool [A·B, 1]. Softmax over no key is 0/0 in some kernels, so the masks let the other
     queries see everything, and their result is dropped here."""
+    anchors: Anchors
+    """As of `FlexAttention`."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
         """query [Hq, A·B, d], key and value [Hkv, T + A·B, d] → [Hq, A·B, d]; queries that see nothing give 0."""
@@ -277,11 +281,11 @@ def mask_tensors(
 
 
 def flex_attention_of(
-    masks: tuple[MaskTensors | None, MaskTensors | None], context_length: int, num_queries: int
+    masks: tuple[MaskTensors | None, MaskTensors | None], context_length: int, num_queries: int, anchors: Anchors
 ) -> FlexAttention:
     """From what `mask_tensors` returned; launches nothing."""
     full, sliding = (None if mask is None else flex_mask(mask, context_length, num_queries) for mask in masks)
-    return FlexAttention(full, sliding)
+    return FlexAttention(full, sliding, anchors)
 
 
 def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_ids: Tensor) -> BlockAttention:
@@ -294,13 +298,14 @@ def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_id
     """
     context_length, num_queries = position_ids.numel(), anchors.positions.numel() * layout.block_size
     if layout.kind == "flex":
-        return flex_attention_of(mask_tensors(layout, anchors, position_ids), context_length, num_queries)
+        masks = mask_tensors(layout, anchors, position_ids)
+        return flex_attention_of(masks, context_length, num_queries, anchors)
     sees_something = anchors.valid.repeat_interleave(layout.block_size)[:, None]
     full_mask, sliding_mask = (
         None if v is None else materialise_mask(v, context_length, num_queries) | ~sees_something
         for v in _visible_by_kind(layout, anchors, position_ids)
     )
-    return SdpaAttention(full_mask, sliding_mask, sees_something)
+    return SdpaAttention(full_mask, sliding_mask, sees_something, anchors)
 
 
 def _visible_by_kind(

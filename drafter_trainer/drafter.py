@@ -7,6 +7,7 @@ Shapes: T context tokens, R = A·B block rows (A anchors, B slots), D hidden siz
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from drafter_trainer.block_mask import AttentionLayout, BlockAttention
-from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig
+from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
+from drafter_trainer.drafter_interface import DraftContext, Drafter
 from drafter_trainer.rotary import RotaryTables, rotary_tables, rotate
 
 LayerContext = tuple[Tensor, Tensor]
@@ -51,7 +53,7 @@ def products_of(states: Tensor, layers: Sequence[nn.Linear], *, joined: bool) ->
 class DraftAttention(nn.Module):
     """Attention from block rows to context and block, with q/k norms, rotary positions and grouped heads."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         width, kv_width = self.num_heads * config.head_dim, self.num_kv_heads * config.head_dim
@@ -97,7 +99,7 @@ class GatedMLP(nn.Module):
 class DraftLayer(nn.Module):
     """One decoder layer, pre-norm, full or sliding."""
 
-    def __init__(self, config: DrafterConfig, layer_type: str) -> None:
+    def __init__(self, config: DFlashConfig, layer_type: str) -> None:
         super().__init__()
         self.sliding = layer_type == SLIDING
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -139,12 +141,13 @@ class CachedBlockAttention:
         )[0]
 
 
-class DFlashDrafter(nn.Module):
-    """The trained weights. Embedding and head are the target's and are not part of it."""
+class DFlashDrafter(Drafter):
+    """See the module."""
 
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.config = config
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
         self.fc = nn.Linear(config.num_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, layer_type) for layer_type in config.layer_types)
@@ -153,21 +156,33 @@ class DFlashDrafter(nn.Module):
         """Keep what enters each layer, and compute the layer once more in the backward: half the memory, more time."""
         self.joins_products = False
 
+    def recompute_layers(self) -> None:
+        """Half the memory, more time, the same bits."""
+        self.recomputes_layers = True
+
     def join_products(self) -> None:
-        """Compute in one product what layers make of the same states: all keys and values of the context, queries, keys
-        and values of a block, gate and up. Fewer and larger products, for which weights are copied side by side: worth
-        it where they are small. Results differ by rounding at most."""
+        """All keys and values of the context, queries, keys and values of a block, gate and up. Fewer and larger
+        products, for which weights are copied side by side: worth it where they are small."""
         self.joins_products = True
         for layer in self._draft_layers():
             layer.joins_products = layer.mlp.joins_products = True
 
-    def attention_layout(self, kind: str) -> AttentionLayout:
-        """What `build_block_attention` must know of this drafter; `kind` is "flex" or "sdpa"."""
-        assert kind in ("flex", "sdpa"), kind
+    def attention_layout(self, kind: Literal["flex", "sdpa"]) -> AttentionLayout:
+        """What `build_block_attention` must know of this drafter."""
         types, window = self.config.layer_types, self.config.sliding_window
-        return AttentionLayout(
-            "flex" if kind == "flex" else "sdpa", self.config.block_size, FULL in types, SLIDING in types, window
-        )
+        return AttentionLayout(kind, self.config.block_size, FULL in types, SLIDING in types, window)
+
+    def fixed_context(self, max_length: int) -> DraftContext:
+        """Keys and values, hidden by a mask behind a row's end."""
+        from drafter_trainer.evaluation.dflash_contexts import FixedContext
+
+        return FixedContext(self, max_length)
+
+    def growing_context(self) -> DraftContext:
+        """Keys and values of the tokens that are there: nothing to be hidden."""
+        from drafter_trainer.evaluation.dflash_contexts import GrowingContext
+
+        return GrowingContext(self)
 
     def forward(
         self,
@@ -177,18 +192,7 @@ class DFlashDrafter(nn.Module):
         block_positions: Tensor,
         attention: BlockAttention,
     ) -> Tensor:
-        """Final hidden states of every block row, ready for the target's head.
-
-        Args:
-            features: [T, n·D], target layers concatenated in ascending order.
-            block_embeddings: [R, D], as the target embeds `BlockTargets.block_ids`, its scale included.
-            context_positions: int [T], within the document.
-            block_positions: int [R], anchor + slot, within the document.
-            attention: from `build_block_attention` with this pack's anchors.
-
-        Returns:
-            [R, D], after the final norm. Rows of invalid anchors hold finite values that mean nothing.
-        """
+        """[R, D], after the final norm."""
         context = self.project_context(features, context_positions)
         return self._layers(block_embeddings, block_positions, context, attention)
 
@@ -249,7 +253,7 @@ class DFlashDrafter(nn.Module):
 
 
 @torch.no_grad()
-def initialise_weights(drafter: DFlashDrafter, seed: int, final_norm: Tensor) -> None:
+def initialise_weights(drafter: Drafter, seed: int, final_norm: Tensor) -> None:
     """Fill the drafter in place: matrices normal(0, 0.02), norms one, the final norm as the target's.
 
     The final norm matters: hidden states of another scale than the frozen head expects start at a loss of 70. Values

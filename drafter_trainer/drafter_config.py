@@ -1,25 +1,43 @@
-"""What a drafter is: every size resolved from the recipe and the target, so that files and code agree."""
+"""What a drafter is: every size resolved from the recipe and the target, so that files and code agree.
+
+`DrafterConfig` is what every architecture's configuration says, `DFlashConfig` that of DFlash.
+"""
 
 import dataclasses
 import json
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from drafter_trainer.drafter_registry import configuration_of
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
 from slipstream.wire.target_config import TargetConfig
 from slipstream.wire.tensor_names import hidden_state_name
 
+if TYPE_CHECKING:
+    from drafter_trainer.drafter_interface import Drafter
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+_OF_EVERY_ARCHITECTURE = frozenset(
+    ("architecture", "block_size", "num_features", "target_layer_ids", "mask_token_id", "mask_token", "init_from")
+)
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Architecture of a DFlash drafter; enough to build it and to decode with it."""
+    """Enough to build a drafter and to decode with it. An architecture has a subclass, with fields of its own: numbers,
+    texts, and tuples of them."""
+
+    architecture: ClassVar[str]
+    """Its name in recipes and checkpoints, and that of its entry point."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Settings of [drafter] that decide its own fields; all others but those of every architecture are refused."""
 
     target_model_type: str
     num_target_layers: int
@@ -33,17 +51,21 @@ class DrafterConfig:
     """The target's tanh cap on final logits."""
     block_size: int
     hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
     rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    layer_types: tuple[str, ...]
-    """Per draft layer, full_attention or sliding_attention."""
-    sliding_window: int | None
+    """Of the target's final norm."""
+
+    @classmethod
+    def resolve(cls, spec: DrafterSpec, target: TargetConfig) -> Self:
+        """The configuration for a recipe and a target; begins with `shared_fields`.
+
+        Raises:
+            SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE.
+        """
+        raise NotImplementedError
+
+    def build(self) -> "Drafter":
+        """A drafter of these sizes; its weights mean nothing."""
+        raise NotImplementedError
 
     @property
     def num_features(self) -> int:
@@ -55,31 +77,106 @@ class DrafterConfig:
         """Names of the features in a pack's payload, in the order of concatenation."""
         return tuple(hidden_state_name(layer) for layer in self.target_layer_ids)
 
+    @property
+    def attention_head_dim(self) -> int | None:
+        """Width of a head in block attention; None: it does not attend."""
+        return None
+
+    @property
+    def context_width(self) -> int:
+        """Numbers that a context token becomes besides its projected features, all layers together."""
+        return 0
+
     def to_json(self) -> str:
         """The JSON that a checkpoint holds."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        values = {"architecture": self.architecture} | dataclasses.asdict(self)
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> "DrafterConfig":
-        """Parse what `to_json` wrote.
+    @staticmethod
+    def from_json(text: str) -> "DrafterConfig":
+        """Parse what `to_json` wrote, by the architecture that it names; what names none is DFlash's.
 
         Raises:
-            SlipstreamError: CHECKPOINT_INVALID, a key is missing or unknown, or it is no JSON object.
+            SlipstreamError: CHECKPOINT_INVALID, a key is missing or unknown, it is no JSON object, or its architecture
+                is not installed here.
         """
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise _config_invalid(f"the drafter's configuration is not JSON: {error}") from error
-        expected = {field.name for field in dataclasses.fields(cls)}
-        found = set(values) if isinstance(values, dict) else set()
+        values = values if isinstance(values, dict) else {}
+        kind = configuration_of(values.pop("architecture", DFLASH), Reason.CHECKPOINT_INVALID)
+        expected, found = {field.name for field in dataclasses.fields(kind)}, set(values)
         if found != expected:
             raise _config_invalid(
                 f"the drafter's configuration lacks {sorted(expected - found)}, "
                 f"and has the unknown keys {sorted(found - expected)}"
             )
-        for name in ("target_layer_ids", "layer_types"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return kind(**(values | lists))
+
+
+@dataclass(frozen=True)
+class DFlashConfig(DrafterConfig):
+    """Of a DFlash drafter."""
+
+    architecture: ClassVar[str] = DFLASH
+    reads: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+            *("layer_types", "sliding_window"),
+        )
+    )
+
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    max_position_embeddings: int
+    layer_types: tuple[str, ...]
+    """Per draft layer, full_attention or sliding_attention."""
+    sliding_window: int | None
+
+    @classmethod
+    def resolve(cls, spec: DrafterSpec, target: TargetConfig) -> Self:
+        """Sizes left out are the target's.
+
+        Raises:
+            SlipstreamError: TARGET_INCOMPATIBLE, layers that the target does not have; SPEC_INVALID, sizes that do not
+                divide, or no mask token.
+        """
+        config = cls(
+            **shared_fields(spec, target),
+            num_layers=spec.num_layers,
+            num_attention_heads=spec.num_attention_heads or target.num_attention_heads,
+            num_key_value_heads=spec.num_key_value_heads or target.num_key_value_heads,
+            head_dim=spec.head_dim or target.head_dim,
+            intermediate_size=spec.intermediate_size or target.intermediate_size,
+            rope_theta=target.rope_theta,
+            max_position_embeddings=target.max_position_embeddings,
+            layer_types=spec.layer_types or (FULL,) * spec.num_layers,
+            sliding_window=spec.sliding_window,
+        )
+        _check_heads(config)
+        return config
+
+    def build(self) -> "Drafter":
+        """See `DFlashDrafter`."""
+        from drafter_trainer.drafter import DFlashDrafter
+
+        return DFlashDrafter(self)
+
+    @property
+    def attention_head_dim(self) -> int:
+        """The same in all layers."""
+        return self.head_dim
+
+    @property
+    def context_width(self) -> int:
+        """Keys and values."""
+        return 2 * self.num_layers * self.num_key_value_heads * self.head_dim
 
 
 def default_target_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
@@ -140,11 +237,34 @@ def resolve_mask_token_id(spec: DrafterSpec, target: TargetConfig) -> int:
 
 
 def resolve_drafter_config(spec: DrafterSpec, target: TargetConfig) -> DrafterConfig:
-    """Fill in every size that the recipe leaves to the target, and check that they fit.
+    """Fill in every size that the recipe leaves to the target, as the recipe's architecture does.
 
     Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, layers that the target does not have; SPEC_INVALID, sizes that do not
-            divide, or no mask token.
+        SlipstreamError: SPEC_INVALID, the architecture is not installed, or does not read what is set; what `resolve`
+            raises.
+    """
+    kind = configuration_of(spec.architecture, Reason.SPEC_INVALID)
+    fields = type(spec).model_fields
+    unread = [
+        f"drafter.{name} = {getattr(spec, name)!r}"
+        for name in sorted(fields.keys() - kind.reads - _OF_EVERY_ARCHITECTURE)
+        if getattr(spec, name) != fields[name].default
+    ]
+    if unread:
+        raise SlipstreamError(
+            f"the architecture {spec.architecture} does not read {', '.join(unread)}",
+            reason=Reason.SPEC_INVALID,
+            remedy=f"Leave it out. It reads {', '.join(sorted(kind.reads)) or 'nothing'} besides "
+            f"{', '.join(sorted(_OF_EVERY_ARCHITECTURE))}.",
+        )
+    return kind.resolve(spec, target)
+
+
+def shared_fields(spec: DrafterSpec, target: TargetConfig) -> dict[str, Any]:
+    """The fields of `DrafterConfig` for a recipe and a target, for every architecture's `resolve`.
+
+    Raises:
+        SlipstreamError: TARGET_INCOMPATIBLE, layers that the target does not have; SPEC_INVALID, no mask token.
     """
     layers = spec.target_layer_ids or default_target_layer_ids(target.num_layers, spec.num_features or spec.num_layers)
     if max(layers) >= target.num_layers:
@@ -153,32 +273,21 @@ def resolve_drafter_config(spec: DrafterSpec, target: TargetConfig) -> DrafterCo
             reason=Reason.TARGET_INCOMPATIBLE,
             remedy="Name layers that the target has, or leave target_layer_ids out.",
         )
-    config = DrafterConfig(
-        target_model_type=target.model_type,
-        num_target_layers=target.num_layers,
-        target_layer_ids=tuple(sorted(layers)),
-        vocab_size=target.vocab_size,
-        mask_token_id=resolve_mask_token_id(spec, target),
-        embedding_scale=target.embedding_scale,
-        logit_soft_cap=target.logit_soft_cap,
-        block_size=spec.block_size,
-        hidden_size=target.hidden_size,
-        num_layers=spec.num_layers,
-        num_attention_heads=spec.num_attention_heads or target.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads or target.num_key_value_heads,
-        head_dim=spec.head_dim or target.head_dim,
-        intermediate_size=spec.intermediate_size or target.intermediate_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        max_position_embeddings=target.max_position_embeddings,
-        layer_types=spec.layer_types or (FULL,) * spec.num_layers,
-        sliding_window=spec.sliding_window,
-    )
-    _check_heads(config)
-    return config
+    return {
+        "target_model_type": target.model_type,
+        "num_target_layers": target.num_layers,
+        "target_layer_ids": tuple(sorted(layers)),
+        "vocab_size": target.vocab_size,
+        "mask_token_id": resolve_mask_token_id(spec, target),
+        "embedding_scale": target.embedding_scale,
+        "logit_soft_cap": target.logit_soft_cap,
+        "block_size": spec.block_size,
+        "hidden_size": target.hidden_size,
+        "rms_norm_eps": target.rms_norm_eps,
+    }
 
 
-def _check_heads(config: DrafterConfig) -> None:
+def _check_heads(config: DFlashConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise SlipstreamError(
             f"{config.num_attention_heads} attention heads are no multiple of {config.num_key_value_heads} "

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets
 from drafter_trainer.batch_source import TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
-from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.step import TrainingStep
 from slipstream.errors import SlipstreamError
@@ -111,7 +110,7 @@ class GradientCheck:
         self._dtype = next(iter(self._parameters.values())).dtype
         with torch.device("meta"):
             # A module of its own, filled at each call: the step's may compute some products in a lower precision.
-            self._exact = DFlashDrafter(step.drafter.config)
+            self._exact = step.drafter.config.build()
         # By name: Σ |ours - exact|², Σ |plain - exact|², Σ |exact|², packs where exact is not zero.
         zeros = functools.partial(torch.zeros, 4, dtype=torch.float64, device=step.device)
         self._sums = {name: zeros() for name in ("hidden states", *self._parameters)}
@@ -265,5 +264,4 @@ class GradientCheck:
 
 def _numbers_per_token(config: DrafterConfig) -> int:
     """Of the reference, roughly: features and their gradient, the projection, and what a layer keeps of it."""
-    per_layer = 8 * config.num_key_value_heads * config.head_dim
-    return (2 * config.num_features + 6) * config.hidden_size + config.num_layers * per_layer
+    return (2 * config.num_features + 6) * config.hidden_size + 4 * config.context_width

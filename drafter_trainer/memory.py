@@ -9,13 +9,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.plan.memory import OUTSIDE_ALLOCATOR, expected_in_warm_up, plan_memory
+from slipstream.plan.memory import OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
 from slipstream.plan.search import nearest_fit
 from slipstream.plan.sizes import RunSizes, TargetSizes
+from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
@@ -90,17 +92,18 @@ class PhaseMemory:
 
 
 class MemoryReport:
-    """Predicted and measured memory of one run."""
+    """Predicted and measured memory of one run; measured only, where the plan does not know the architecture."""
 
     def __init__(self, spec: RunSpec, target: TargetConfig, device: torch.device) -> None:
         self._device = device
-        self._sizes = sizes_of(spec, target)
+        is_planned = spec.drafter.architecture == DFLASH
+        self._sizes = sizes_of(spec, target) if is_planned else None
         self._measured: dict[str, int] = {}
         self._reserved = 0
         on_gpu = device.type == "cuda"
         self._total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
-        self._plan = plan_memory(self._sizes, self._total)
-        self._expected = expected_in_warm_up(self._sizes, self._plan)
+        self._plan = plan_memory(self._sizes, self._total) if self._sizes else None
+        self._expected = expected_in_warm_up(self._sizes, self._plan) if self._sizes and self._plan else {}
 
     def note(self, phase: str) -> None:
         """Something that stays was made: `phase` says what."""
@@ -126,7 +129,8 @@ class MemoryReport:
         if not self._measured:
             return
         words = {
-            phase.phase.replace(" ", "_"): f"{_mib(phase.measured)}/{_mib(phase.predicted)}" for phase in self.phases()
+            phase.replace(" ", "_"): f"{_mib(size)}/{_mib(self._expected[phase]) if phase in self._expected else '?'}"
+            for phase, size in self._measured.items()
         }
         log_event(_log, "info", "memory", unit="MiB measured/predicted", **words, reserved=_mib(self._reserved))
         for phase in self.phases():
@@ -159,12 +163,7 @@ class MemoryReport:
                     for phase in self.phases()
                 ],
                 "reserved_bytes": self._reserved,
-                "predicted_parts": {
-                    "held": dict(self._plan.held),
-                    "phases": {phase: dict(parts) for phase, parts in self._plan.phases.items()},
-                    "outside": dict(self._plan.outside),
-                },
-                "predicted_peak_bytes": self._plan.peak_bytes,
+                **_predictions(self._plan),
             },
             indent=2,
         )
@@ -175,7 +174,7 @@ class MemoryReport:
         try:
             yield
         except SlipstreamError as error:
-            if error.reason is not Reason.OUT_OF_MEMORY or self._device.type != "cuda":
+            if error.reason is not Reason.OUT_OF_MEMORY or self._device.type != "cuda" or self._plan is None:
                 raise
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
@@ -187,6 +186,7 @@ class MemoryReport:
 
     def shortage_in_words(self, free: int, reserved: int) -> str:
         """`free`: of the card; `reserved`: by this process's allocator."""
+        assert self._plan is not None
         worst = self._plan.worst_phase
         measured = ", ".join(f"{phase.phase} {_mib(phase.measured)} MiB" for phase in self.phases()) or "nothing yet"
         others = max(0, self._total - free - reserved - OUTSIDE_ALLOCATOR)
@@ -197,6 +197,7 @@ class MemoryReport:
 
     def way_out(self, limit: int, total: int) -> str:
         """The nearest settings that fit into `limit` bytes of a device of `total`."""
+        assert self._plan is not None and self._sizes is not None
         # What was predicted to fit and did not must become smaller all the same.
         limit = min(limit, round((1 - UNEXPLAINED_SHARE) * self._plan.peak_bytes))
         fit = nearest_fit(self._sizes, limit, total)
@@ -204,6 +205,17 @@ class MemoryReport:
             return f"No setting that slipstream plan tries fits into {_mib(limit)} MiB."
         changes = " ".join(f"--set {setting}" for setting in fit.settings)
         return f"Nearest settings that fit into {_mib(limit)} MiB: {changes}"
+
+
+def _predictions(plan: MemoryPlan | None) -> dict[str, Any]:
+    if plan is None:
+        return {}
+    parts = {
+        "held": dict(plan.held),
+        "phases": {phase: dict(parts) for phase, parts in plan.phases.items()},
+        "outside": dict(plan.outside),
+    }
+    return {"predicted_parts": parts, "predicted_peak_bytes": plan.peak_bytes}
 
 
 def sizes_of(spec: RunSpec, target: TargetConfig) -> RunSizes:

@@ -49,4 +49,4 @@ class PackLayout:
         positions = rows["position_ids"]
         if self._attention.kind != "flex":
             return build_block_attention(self._attention, anchors, positions)
-        return flex_attention_of(laid_out.masks, positions.numel(), laid_out.targets.labels.numel())
+        return flex_attention_of(laid_out.masks, positions.numel(), laid_out.targets.labels.numel(), anchors)

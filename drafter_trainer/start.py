@@ -242,10 +242,10 @@ def build_step(
     """
     target_config = TargetConfig.from_json(target.target_config_json)
     config = resolve_drafter_config(spec.drafter, target_config)
-    if device.type == "cuda":
+    if device.type == "cuda" and config.attention_head_dim is not None:
         from drafter_trainer.flex_policy import check_head_dim
 
-        check_head_dim(device, config.head_dim)
+        check_head_dim(device, config.attention_head_dim)
     with failures_reported(Phase.FROZEN_WEIGHTS):
         frozen = read_frozen_weights(
             link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
@@ -266,8 +266,9 @@ def build_step(
     )
     parameters = sum(weight.numel() for weight in step.optimizer.weights().values())
     log_event(
-        _log, "info", "drafter", parameters=parameters, layers=config.num_layers, target_layers=config.target_layer_ids
-    )
+        _log, "info", "drafter", architecture=config.architecture, parameters=parameters,
+        target_layers=config.target_layer_ids,
+    )  # fmt: skip
     return step, config, plan
 
 

@@ -19,7 +19,7 @@ from drafter_trainer.anchors import Anchors, BlockTargets
 from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.block_mask import BlockAttention
 from drafter_trainer.cuda_graph import Recorder, wants_graphs
-from drafter_trainer.drafter import DFlashDrafter, initialise_weights
+from drafter_trainer.drafter import initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.feature_noise import FeatureNoise
 from drafter_trainer.fp8 import Fp8Products
@@ -104,9 +104,10 @@ class TrainingStep:
         self.frozen = frozen
         self._compute_dtype = COMPUTE_DTYPES[spec.train.precision]
         with torch.device("meta"):
-            drafter = DFlashDrafter(config)
+            drafter = config.build()
         self.drafter = drafter.to_empty(device=self.device)
-        self.drafter.recomputes_layers = spec.train.activation_checkpointing
+        if spec.train.activation_checkpointing:
+            self.drafter.recompute_layers()
         if self.device.type == "cuda" and config.hidden_size <= _JOINED_WIDTH and not spec.train.fp8:
             self.drafter.join_products()
         self._recorder = self._make_recorder(spec)
@@ -196,7 +197,7 @@ class TrainingStep:
     def first_weights(self, seed: int) -> dict[str, Tensor]:
         """What a new run starts with, float32 on the CPU; a function of the sizes, the seed and the target's norm."""
         with torch.device("meta"):
-            drafter = DFlashDrafter(self._config)
+            drafter = self._config.build()
         drafter = drafter.to_empty(device="cpu")
         initialise_weights(drafter, seed, self.frozen.final_norm.cpu())
         return {name: parameter.detach() for name, parameter in drafter.named_parameters()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.block_mask import round_up
 from drafter_trainer.drafter import INITIAL_STD, DFlashDrafter
-from drafter_trainer.drafter_config import FULL, DrafterConfig
+from drafter_trainer.drafter_config import FULL, DFlashConfig
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.pack_buckets import padded_to
 from slipstream.run_spec.spec import RunSpec
@@ -115,9 +115,9 @@ class Pack:
         return torch.where(valid, self.anchors.positions.view(self.documents, -1) - starts, 0), valid
 
 
-def drafter_config(size: Size) -> DrafterConfig:
+def drafter_config(size: Size) -> DFlashConfig:
     """The drafter of a size."""
-    return DrafterConfig(
+    return DFlashConfig(
         target_model_type="qwen3",
         num_target_layers=size.target_layers,
         target_layer_ids=size.target_layer_ids,

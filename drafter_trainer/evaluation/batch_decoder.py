@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from drafter_trainer.drafter import DFlashDrafter
+from drafter_trainer.drafter_interface import Drafter
 from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.sampling import Noise, Verdict, draw, keep_by_rejection, keep_greedily, probabilities
@@ -60,7 +60,7 @@ class BatchDecoder:
         setting: see there.
     """
 
-    def __init__(self, model: PreTrainedModel, drafter: DFlashDrafter | None, setting: DecodingSetting) -> None:
+    def __init__(self, model: PreTrainedModel, drafter: Drafter | None, setting: DecodingSetting) -> None:
         self.setting, device = setting, model.device
         layer_ids = drafter.config.target_layer_ids if drafter is not None else ()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from drafter_trainer.drafter import DFlashDrafter, LayerContext
+from drafter_trainer.drafter_interface import Drafter
 
 
 @dataclass
@@ -92,21 +92,16 @@ class BlockDrafter:
         head: the target's head weight [V, D].
     """
 
-    def __init__(self, drafter: DFlashDrafter, embedding: Tensor, head: Tensor) -> None:
+    def __init__(self, drafter: Drafter, embedding: Tensor, head: Tensor) -> None:
         self.drafter, self.embedding, self.head = drafter, embedding, head
-        self.context: list[LayerContext] = []
+        self.context = drafter.growing_context()
         self.length = 0
 
     def extend(self, features: Tensor) -> None:
         """Append accepted tokens' features [L, n·D] to the context."""
         positions = torch.arange(self.length, self.length + features.shape[0], device=features.device)
-        new = self.drafter.project_context(features, positions)
-        if self.context:
-            new = [
-                (torch.cat((k, k_new), dim=1), torch.cat((v, v_new), dim=1))
-                for (k, v), (k_new, v_new) in zip(self.context, new, strict=True)
-            ]
-        self.context, self.length = new, self.length + features.shape[0]
+        self.context.extend(features[None], positions[None])
+        self.length += features.shape[0]
 
     def propose(self, last_token: int) -> Tensor:
         """Greedy drafts int [B - 1] behind the last accepted token."""
@@ -115,7 +110,7 @@ class BlockDrafter:
         block[0] = last_token
         embedded = functional.embedding(block, self.embedding) * config.embedding_scale
         positions = torch.arange(self.length, self.length + config.block_size, device=self.head.device)
-        hidden = self.drafter.draft(embedded, positions, self.context)
+        hidden = self.context.hidden(embedded[None], positions[None])[0]
         # A soft cap is monotonous: it does not change which logit is the largest. The head comes first because CPU
         # libraries multiply a few rows by a wide matrix up to three times slower than a tall matrix by a few columns.
         return (self.head @ hidden[1:].t()).argmax(dim=0)

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from jinja2.exceptions import TemplateError
 
-from drafter_trainer.drafter import DFlashDrafter, initialise_weights
+from drafter_trainer.drafter import initialise_weights
+from drafter_trainer.drafter_interface import Drafter
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from drafter_trainer.evaluation.samples import token_texts
@@ -127,7 +128,7 @@ class PromptDecoder:
     def __init__(
         self,
         target: LoadedTarget,
-        drafters: Mapping[str, DFlashDrafter],
+        drafters: Mapping[str, Drafter],
         max_new_tokens: int,
         plan: DecodingPlan | None = None,
     ) -> None:
@@ -154,10 +155,10 @@ class PromptDecoder:
         config = opened.for_target(target, target_config, end_ids(target))
         drafters = {}
         if plan.untrained_seed is not None:
-            drafters[UNTRAINED] = DFlashDrafter(config)
+            drafters[UNTRAINED] = config.build()
             final_norm = read_frozen_weights(target.model, target_config)["norm.weight"]
             initialise_weights(drafters[UNTRAINED], plan.untrained_seed, final_norm.float())
-        drafters[TRAINED] = DFlashDrafter(config)
+        drafters[TRAINED] = config.build()
         drafters[TRAINED].load_state_dict(opened.weights)
         placed = {
             name: drafter.to(target.model.device, target.model.dtype).eval() for name, drafter in drafters.items()
@@ -245,10 +246,10 @@ class PromptDecoder:
             ) from error
 
     def _decode_all_ways(self, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Decoded]:
-        ways: dict[str, DFlashDrafter | None] = {PLAIN: None, **self.drafters}
+        ways: dict[str, Drafter | None] = {PLAIN: None, **self.drafters}
         return {label: self._decode(ids, drafter, max_new_tokens) for label, drafter in ways.items()}
 
-    def _decode(self, ids: torch.Tensor, drafter: DFlashDrafter | None, max_new_tokens: int) -> Decoded:
+    def _decode(self, ids: torch.Tensor, drafter: Drafter | None, max_new_tokens: int) -> Decoded:
         layer_ids = drafter.config.target_layer_ids if drafter is not None else ()
         cached = CachedTarget(self.target.model, decoder_layers(self.target.model), layer_ids)
         block = BlockDrafter(drafter, self._embedding, self._head) if drafter is not None else None

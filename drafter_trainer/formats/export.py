@@ -10,11 +10,11 @@ from torch import Tensor
 
 from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.checkpoint_state import CheckpointState, read_state
-from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.drafter_format import Verifier
 from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, read_licence
-from drafter_trainer.formats.module import as_module
+from drafter_trainer.formats.module import as_module, require_dflash
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
 from drafter_trainer.formats.published import FORMATS
@@ -63,7 +63,7 @@ def export(plan: ExportPlan) -> SelfTest | None:
     require_free(plan.output, replace=plan.replace)
     evaluation = read_evaluation(plan.evaluation) if plan.evaluation else None
     text, master = load_drafter_weights(plan.checkpoint)
-    state, config = read_state(plan.checkpoint), DrafterConfig.from_json(text)
+    state, config = read_state(plan.checkpoint), require_dflash(DrafterConfig.from_json(text), str(plan.checkpoint))
     form, published = FORMATS[plan.format_name], PublishedConfig.of(config)
     # What the engine cannot serve, and weights that are not finite, are refused before a target is loaded.
     form.config_json(published, Verifier("", ()), torch.float32)
@@ -94,7 +94,7 @@ def rounded(weights: Mapping[str, Tensor], dtype: str, config: PublishedConfig, 
 
 
 def _open_target(
-    plan: ExportPlan, state: CheckpointState, config: DrafterConfig
+    plan: ExportPlan, state: CheckpointState, config: DFlashConfig
 ) -> tuple[TargetReader | None, Verifier]:
     """The target that decodes, and how it is named to servers.
 
@@ -115,7 +115,7 @@ def _describe(
     directory: Path,
     plan: ExportPlan,
     state: CheckpointState,
-    config: DrafterConfig,
+    config: DFlashConfig,
     results: tuple[SelfTest | None, dict[str, object] | None],
 ) -> None:
     found, evaluation = results

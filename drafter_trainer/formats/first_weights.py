@@ -1,29 +1,34 @@
 """The drafter that a run begins with, where its definition names one: any of the formats, or a checkpoint."""
 
-import dataclasses
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.formats.module import as_module, check_copies
+from drafter_trainer.formats.module import as_module, check_copies, require_dflash
 from drafter_trainer.formats.provenance import PROVENANCE, read_provenance
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.formats.self_test import compare_forward
-from drafter_trainer.formats.tensors import check_tensors
+from drafter_trainer.formats.tensors import check_named_tensors
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
 _log = logging.getLogger(__name__)
 
+# Of the target alone (a factor is rounded to its dtype), or of no consequence.
+_MAY_DIFFER = ("target_model_type", "embedding_scale", "logit_soft_cap", "max_position_embeddings")
 # Settings of `[drafter]` by the field of the configuration that they decide.
 _SETTINGS = (
     "num_layers",
@@ -73,22 +78,25 @@ def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTa
 
 def _of_checkpoint(directory: Path, config: DrafterConfig, target: TrainedTarget) -> dict[str, Tensor]:
     text, weights = load_drafter_weights(directory)
-    found = PublishedConfig.of(DrafterConfig.from_json(text))
-    check_same_drafter(found, config, directory)
+    found = DrafterConfig.from_json(text)
+    check_same_drafter({"architecture": found.architecture, **vars(found)}, config, directory)
     state = read_state(directory)
     _check_fingerprint(state.target_fingerprint, state.spec, target, directory)
-    check_tensors(weights, found, (), str(directory))
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in config.build().named_parameters()}
+    check_named_tensors(weights, shapes, {}, str(directory))
     return weights
 
 
 def _of_published(directory: Path, config: DrafterConfig, target: TrainedTarget) -> dict[str, Tensor]:
     made_from = read_provenance(directory)
     drafter = read_published(directory)
-    check_same_drafter(drafter.config, config, directory)
+    stated = {name: value for name, value in vars(drafter.config).items() if value is not None}
+    check_same_drafter({"architecture": DFLASH, "sliding_window": None, **stated}, config, directory)
     if made_from is not None:
         _check_fingerprint(made_from.target_fingerprint, made_from.spec, target, directory)
     check_copies(drafter, target.tables)
-    compare_forward(directory, as_module(config, drafter.weights))
+    compare_forward(directory, as_module(require_dflash(config, str(directory)), drafter.weights))
     return drafter.weights
 
 
@@ -107,22 +115,28 @@ def _check_fingerprint(found: str, spec: dict[str, Any], target: TrainedTarget, 
         )
 
 
-def check_same_drafter(found: PublishedConfig, config: DrafterConfig, directory: Path) -> None:
+def check_same_drafter(found: Mapping[str, Any], config: DrafterConfig, directory: Path) -> None:
     """Refuse a drafter that is not the one that the run trains.
+
+    Args:
+        found: its architecture and all fields of the configuration that its files state.
+        config: of the run.
+        directory: for the words.
 
     Raises:
         SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID.
     """
-    wanted = PublishedConfig.of(config)
-    if found.num_target_layers is None:
-        found = dataclasses.replace(found, num_target_layers=wanted.num_target_layers)
-    pairs = {name: (value, getattr(wanted, name)) for name, value in vars(found).items()}
-    wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name != "max_position_embeddings"}
+    wanted = {"architecture": config.architecture, **vars(config)}
+    compared = [name for name in wanted if name in found and name not in _MAY_DIFFER]
+    wrong = {name: (found[name], wanted[name]) for name in compared if found[name] != wanted[name]}
+    if "architecture" in wrong:
+        # What else differs follows from it.
+        wrong = {"architecture": wrong["architecture"]}
     if not wrong:
         return
     listed = "; ".join(f"{name} {_shown(one)} (expected {_shown(other)})" for name, (one, other) in wrong.items())
     of_target = {"vocab_size", "hidden_size", "num_target_layers"} & wrong.keys()
-    settings = [f"{name} = {_shown(wrong[name][0])}" for name in _SETTINGS if name in wrong]
+    settings = [f"{name} = {_in_toml(wrong[name][0])}" for name in ("architecture", *_SETTINGS) if name in wrong]
     raise SlipstreamError(
         f"the drafter in {directory} is {'for another target' if of_target else 'another one than the run trains'}: "
         f"{listed}",
@@ -142,3 +156,7 @@ def recipe_settings(config: PublishedConfig) -> dict[str, Any]:
 
 def _shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _in_toml(value: Any) -> str:
+    return json.dumps(_shown(value))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter_trainer.drafter_config import SLIDING, DrafterConfig
+from drafter_trainer.drafter_config import SLIDING, DFlashConfig
 from drafter_trainer.formats.self_test import SelfTest
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
@@ -46,7 +46,7 @@ class CardFacts:
     """A report of `slipstream eval`."""
 
 
-def model_card(spec: RunSpec, config: DrafterConfig, facts: CardFacts) -> str:
+def model_card(spec: RunSpec, config: DFlashConfig, facts: CardFacts) -> str:
     """The text of README.md."""
     sections = (
         _front_matter(facts),
@@ -114,7 +114,7 @@ def _section(title: str, text: str) -> str:
     return f"## {title}\n\n{text}"
 
 
-def _what(config: DrafterConfig, facts: CardFacts) -> str:
+def _what(config: DFlashConfig, facts: CardFacts) -> str:
     layers = f"{config.num_layers} layers"
     if SLIDING in config.layer_types:
         layers += f", {config.layer_types.count(SLIDING)} of them with a window of {config.sliding_window}"
@@ -158,7 +158,7 @@ def _self_test(facts: CardFacts) -> str:
     )
 
 
-def _serving(config: DrafterConfig, facts: CardFacts) -> str:
+def _serving(config: DFlashConfig, facts: CardFacts) -> str:
     command = _SERVE[facts.format_name].format(
         target=facts.target_name, directory=facts.directory_name, drafts=config.block_size - 1
     )

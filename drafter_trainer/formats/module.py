@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.drafter import DFlashDrafter
-from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.formats.drafter_format import PublishedDrafter
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -29,7 +29,23 @@ def check_copies(drafter: PublishedDrafter, tables: dict[str, Tensor]) -> None:
             )
 
 
-def as_module(config: DrafterConfig, weights: dict[str, Tensor]) -> DFlashDrafter:
+def require_dflash(config: DrafterConfig, where: str) -> DFlashConfig:
+    """The configuration, of the one architecture that the formats know.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED.
+    """
+    if not isinstance(config, DFlashConfig):
+        raise SlipstreamError(
+            f"the drafter in {where} is of the architecture {config.architecture!r}; vLLM, SGLang and z-lab's code "
+            f"serve {DFlashConfig.architecture!r} alone",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Measure it with slipstream eval; to serve it an engine needs code of its own.",
+        )
+    return config
+
+
+def as_module(config: DFlashConfig, weights: dict[str, Tensor]) -> DFlashDrafter:
     """The drafter, float32, on the CPU."""
     drafter = DFlashDrafter(config)
     drafter.load_state_dict({name: weight.float() for name, weight in weights.items()})

@@ -1,10 +1,10 @@
-"""What a published drafter says of itself: a DrafterConfig without what only its target knows."""
+"""What a published drafter says of itself: a DFlashConfig without what only its target knows."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig
+from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.target_config import TargetConfig
@@ -12,7 +12,7 @@ from slipstream.wire.target_config import TargetConfig
 
 @dataclass(frozen=True)
 class PublishedConfig:
-    """Sizes of a drafter as its files state them; meanings are DrafterConfig's."""
+    """Sizes of a drafter as its files state them; meanings are DFlashConfig's."""
 
     target_layer_ids: tuple[int, ...]
     """Zero-based and ascending, whatever numbers the format writes."""
@@ -34,11 +34,11 @@ class PublishedConfig:
     """None where the format does not say it."""
 
     @classmethod
-    def of(cls, config: DrafterConfig) -> "PublishedConfig":
+    def of(cls, config: DFlashConfig) -> "PublishedConfig":
         """The part that travels with the files."""
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
 
-    def for_target(self, target: TargetConfig) -> DrafterConfig:
+    def for_target(self, target: TargetConfig) -> DFlashConfig:
         """The whole configuration, for this target.
 
         Raises:
@@ -60,7 +60,7 @@ class PublishedConfig:
                 remedy="Give the target that the drafter was trained for.",
             )
         values = dataclasses.asdict(self) | {"num_target_layers": target.num_layers}
-        return DrafterConfig(
+        return DFlashConfig(
             **values,
             target_model_type=target.model_type,
             embedding_scale=target.embedding_scale,

@@ -13,6 +13,8 @@ from drafter_trainer.formats.published_config import PublishedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
+Shape = tuple[int, ...]
+
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,8 +78,25 @@ def check_tensors(
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming each wrong tensor.
     """
-    expected = expected_shapes(config)
-    allowed = expected | dict.fromkeys(optional, (config.vocab_size, config.hidden_size))
+    tables = dict.fromkeys(optional, (config.vocab_size, config.hidden_size))
+    check_named_tensors(tensors, expected_shapes(config), tables, where)
+
+
+def check_named_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], optional: Mapping[str, Shape], where: str
+) -> None:
+    """Compare with names and shapes; every value must be finite.
+
+    Args:
+        tensors: of a file, or to be written.
+        expected: all that must be there.
+        optional: what may be there besides.
+        where: they are from, for the error.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, naming each wrong tensor.
+    """
+    allowed = {**expected, **optional}
     missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - allowed.keys())
     problems = []
     if missing:

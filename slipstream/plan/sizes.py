@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 
@@ -134,9 +135,15 @@ class RunSizes:
         """Fill in what the recipe leaves to the target.
 
         Raises:
-            SlipstreamError: SPEC_INVALID, heads that do not divide.
+            SlipstreamError: SPEC_INVALID, heads that do not divide; ENVIRONMENT_UNSUPPORTED, another architecture.
         """
         drafter, train = spec.drafter, spec.train
+        if drafter.architecture != DFLASH:
+            raise SlipstreamError(
+                f"drafter.architecture is {drafter.architecture!r}; the plan knows the sizes of {DFLASH!r} alone",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy="Start the run with train.max_steps = 1: its log says how much memory was used.",
+            )
         heads = drafter.num_attention_heads or target.num_attention_heads
         kv_heads = drafter.num_key_value_heads or target.num_key_value_heads
         if heads % kv_heads:

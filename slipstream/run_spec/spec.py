@@ -7,6 +7,7 @@ never change what is learned.
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from slipstream.run_spec.architectures import DFLASH, require_installed
 from slipstream.run_spec.names import NAME_PATTERN
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -80,8 +82,12 @@ class DataSpec(Section):
 
 
 class DrafterSpec(Section):
-    """The DFlash drafter. Sizes left out are the target's."""
+    """The drafter. Sizes left out are the target's. An architecture refuses what it does not read."""
 
+    architecture: Annotated[Name, AfterValidator(require_installed)] = DFLASH
+    """dflash, or one that a package brings: see docs/drafters.md."""
+    options: dict[Name, bool | int | float | str] = {}
+    """Settings of such an architecture, as its package describes them."""
     num_layers: PositiveInt = 5
     """Draft layers."""
     block_size: Annotated[int, Field(ge=2, le=64)] = 16

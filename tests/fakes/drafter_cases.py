@@ -7,12 +7,12 @@ from torch import Tensor
 
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
-from drafter_trainer.drafter_config import FULL, SLIDING, DrafterConfig
+from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
 
 VOCAB = 37
 MASK_TOKEN = 36
 
-TINY = DrafterConfig(
+TINY = DFlashConfig(
     target_model_type="llama",
     num_target_layers=8,
     target_layer_ids=(1, 4),
@@ -35,13 +35,13 @@ TINY = DrafterConfig(
 )
 
 
-def tiny_config(block_size: int, *, window: int | None = None) -> DrafterConfig:
+def tiny_config(block_size: int, *, window: int | None = None) -> DFlashConfig:
     """A two-layer drafter; with a window its second layer slides."""
     types = (FULL, FULL) if window is None else (FULL, SLIDING)
     return replace(TINY, block_size=block_size, layer_types=types, sliding_window=window)
 
 
-def tiny_drafter(config: DrafterConfig, *, seed: int = 0) -> DFlashDrafter:
+def tiny_drafter(config: DFlashConfig, *, seed: int = 0) -> DFlashDrafter:
     """Weights large enough that every part of the drafter matters to the result; norms unlike one."""
     drafter = DFlashDrafter(config)
     generator = torch.Generator().manual_seed(seed + 1)

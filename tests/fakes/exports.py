@@ -8,7 +8,7 @@ from torch import Tensor
 from drafter_trainer.checkpoint import Checkpoint, save_checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
 from drafter_trainer.drafter import DFlashDrafter
-from drafter_trainer.drafter_config import FULL, DrafterConfig
+from drafter_trainer.drafter_config import FULL, DFlashConfig
 from drafter_trainer.run_directory import RunDirectory
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
@@ -18,7 +18,7 @@ from slipstream.target_fingerprint import fingerprint_target
 TARGET_LAYERS = (1, 2)
 
 
-def exportable_config(**changes: object) -> DrafterConfig:
+def exportable_config(**changes: object) -> DFlashConfig:
     """Of two layers, for the target of `write_target`."""
     values: dict[str, object] = {
         "target_model_type": "llama",
@@ -41,10 +41,10 @@ def exportable_config(**changes: object) -> DrafterConfig:
         "layer_types": (FULL, FULL),
         "sliding_window": None,
     }
-    return DrafterConfig(**(values | changes))  # type: ignore[arg-type]
+    return DFlashConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-def drawn_weights(config: DrafterConfig, *, seed: int = 0) -> dict[str, Tensor]:
+def drawn_weights(config: DFlashConfig, *, seed: int = 0) -> dict[str, Tensor]:
     """Norms around one, matrices that keep the size of what they multiply."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -55,7 +55,7 @@ def drawn_weights(config: DrafterConfig, *, seed: int = 0) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    recipe: Path, run: Path, config: DrafterConfig, weights: dict[str, Tensor], step: int = 12
+    recipe: Path, run: Path, config: DFlashConfig, weights: dict[str, Tensor], step: int = 12
 ) -> Path:
     """One complete checkpoint in a new run directory, as a trainer would have saved it; returns it."""
     spec: RunSpec = load_recipe(recipe).spec

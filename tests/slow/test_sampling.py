@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
-from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.drafter_config import DFlashConfig
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting
 from drafter_trainer.evaluation.sampling import Noise, draw, keep_by_rejection, keep_greedily, probabilities
 
@@ -98,7 +98,7 @@ def model() -> LlamaForCausalLM:
 
 
 def tiny_drafter() -> DFlashDrafter:
-    config = DrafterConfig(
+    config = DFlashConfig(
         target_model_type="llama",
         num_target_layers=2,
         target_layer_ids=(0, 1),

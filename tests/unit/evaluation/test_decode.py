@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.drafter import DFlashDrafter, initialise_weights
-from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.drafter_config import DFlashConfig
 from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decoded, decode_greedily
 from slipstream.target_loading import LoadedTarget, decoder_layers
 
 NO_END: frozenset[int] = frozenset()
 
 
-def drafter_config(target: LoadedTarget, block_size: int) -> DrafterConfig:
+def drafter_config(target: LoadedTarget, block_size: int) -> DFlashConfig:
     config = target.model.config
-    return DrafterConfig(
+    return DFlashConfig(
         target_model_type="llama",
         num_target_layers=4,
         target_layer_ids=(1, 3),

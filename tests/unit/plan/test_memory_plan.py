@@ -8,7 +8,7 @@ import torch
 
 from drafter_trainer.batch_source import payload_shapes
 from drafter_trainer.drafter import DFlashDrafter
-from drafter_trainer.drafter_config import FULL, DrafterConfig
+from drafter_trainer.drafter_config import FULL, DFlashConfig
 from drafter_trainer.loss import _chunk_length, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
 from slipstream.plan.cost import checkpoint_bytes, plan_cost, step_flop
@@ -33,7 +33,7 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 def drafter_of(sizes: RunSizes, device: str) -> DFlashDrafter:
-    config = DrafterConfig(
+    config = DFlashConfig(
         target_model_type="llama",
         num_target_layers=30,
         target_layer_ids=tuple(range(sizes.num_features)),
