@@ -13,7 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2, tensor_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.codec import ALIGNMENT_BYTES, ByteArray, check_spec, view_bytes
+from slipstream.wire.codec import ALIGNMENT_BYTES, ByteArray, check_spec, checksum, view_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,9 @@ class PayloadReader(ABC):
     name: str
     """As in a recipe's `stream.transport`."""
     transport: pb.Transport
-    """As in LeasePacksRequest: the server computes checksums only where a transport needs them."""
+    """As in LeasePacksRequest: the server computes checksums of hidden states only where a transport needs them."""
+    verifies_fixed_payloads: bool
+    """Whether payloads that always have checksums are compared with them: where bytes can be damaged on the way."""
 
     def __init__(self, *, pin_memory: bool = False) -> None:
         """`pin_memory`: return page-locked tensors, which a GPU copies asynchronously."""
@@ -91,12 +93,27 @@ class PayloadReader(ABC):
         for run in contiguous_runs(ref.manifest, names):
             raw = self._allocate(run.size_bytes, recycled=ref.time_to_live is not None)
             self._fill(ref, run, raw.numpy())
+            if ref.time_to_live is not None or self.verifies_fixed_payloads:
+                self._verify(ref, run, raw.numpy())
             tensors.update((spec.name, view_bytes(raw, spec, run.offset_bytes)) for spec in run.specs)
         return {name: tensors[name] for name in names}
 
+    def _verify(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
+        """Compare what was read of `run` with the manifest's checksums; a tensor that differs is read again, once.
+
+        Raises:
+            SlipstreamError: PAYLOAD_CORRUPT when it differs again; LEASE_LOST.
+        """
+        for spec in run.specs:
+            part = bytes_of(run, spec, buffer)
+            if is_damaged(spec, part):
+                self._fill(ref, ByteRun(spec.offset_bytes, spec.size_bytes, ()), part)
+                if is_damaged(spec, part):
+                    raise damaged_twice(spec, part)
+
     @abstractmethod
     def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
-        """Copy the bytes of `run` into `buffer`, uint8 `[run.size_bytes]`, and make sure they are the leased ones."""
+        """Copy the bytes of `run` into `buffer`, uint8 `[run.size_bytes]`, from the slot that was leased."""
 
     @abstractmethod
     def close(self) -> None:
@@ -161,6 +178,20 @@ def contiguous_runs(manifest: batch_pb2.PackManifest, names: Sequence[str]) -> l
         else:
             runs.append(ByteRun(spec.offset_bytes, spec.size_bytes, (spec,)))
     return runs
+
+
+def is_damaged(spec: tensor_pb2.TensorSpec, part: ByteArray) -> bool:
+    """Whether bytes are not those that the manifest has a checksum of."""
+    return bool(spec.crc32c) and checksum(part) != spec.crc32c
+
+
+def damaged_twice(spec: tensor_pb2.TensorSpec, part: ByteArray) -> SlipstreamError:
+    """The error for a tensor that was read twice."""
+    return SlipstreamError(
+        f"Tensor {spec.name!r} was read with crc32c {checksum(part):#010x}, twice; expected {spec.crc32c:#010x}.",
+        reason=Reason.PAYLOAD_CORRUPT,
+        remedy="Release the lease: the pack is computed again. If it recurs, suspect memory or network.",
+    )
 
 
 def bytes_of(run: ByteRun, spec: tensor_pb2.TensorSpec, buffer: ByteArray) -> ByteArray:

@@ -28,7 +28,14 @@ from slipstream.wire.arena import (
 )
 from slipstream.wire.codec import ByteArray, view_bytes
 from slipstream.wire.page_lock import lock_pages, unlock_pages
-from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef, contiguous_runs
+from slipstream.wire.transports.base import (
+    ByteRun,
+    PayloadReader,
+    PayloadRef,
+    contiguous_runs,
+    damaged_twice,
+    is_damaged,
+)
 
 _HEADER_READ_BYTES = 64
 
@@ -38,6 +45,7 @@ class SharedMemoryReader(PayloadReader):
 
     name = "shm"
     transport = pb.TRANSPORT_SHARED_MEMORY
+    verifies_fixed_payloads = False
 
     def __init__(self, host_id: str, *, directory: Path | None = None, pin_memory: bool = False) -> None:
         """Make sure that this process sees the server's shared memory.
@@ -73,9 +81,14 @@ class SharedMemoryReader(PayloadReader):
         if not segment.is_locked:
             return super().read(ref, names)
         slot = segment.slot_tensor(location)
-        tensors = {
-            spec.name: view_bytes(slot, spec) for run in contiguous_runs(ref.manifest, names) for spec in run.specs
-        }
+        specs = [spec for run in contiguous_runs(ref.manifest, names) for spec in run.specs]
+        tensors = {spec.name: view_bytes(slot, spec) for spec in specs}
+        for spec in specs:  # the small tensors; the server gives no checksums of the rest
+            part = slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes].numpy()
+            if is_damaged(spec, part):
+                segment.slot_tensor(location)  # LEASE_LOST, when it is another payload by now
+                if is_damaged(spec, part):
+                    raise damaged_twice(spec, part)
         return {name: tensors[name] for name in names}
 
     def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
