@@ -24,7 +24,8 @@ from target_server.engine_ranks import Ending, Engine, RankProcess
 from target_server.packing import Pack
 from target_server.producer import Assignments, Throughput
 from target_server.shelf import PackFacts
-from target_server.streams import Stream, StreamCatalog
+from target_server.stream import Stream
+from target_server.streams import StreamCatalog
 from target_server.suspects import PackKey, Suspects
 from target_server.work_queue import Work
 

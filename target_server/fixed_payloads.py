@@ -9,7 +9,7 @@ from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import ByteArray, PayloadLayout, checksum, plan_layout, write_tensor
-from target_server.streams import payload_locations
+from target_server.stream import payload_locations
 
 PROBE_BYTES = 64 * 2**20
 

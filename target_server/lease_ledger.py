@@ -15,6 +15,7 @@ from target_server import admission
 from target_server.lease_book import DeliveryState, LeaseBook, stale, wait_until
 from target_server.scheduling import may_pin
 from target_server.shelf import Shelf
+from target_server.shelf_exchange import exchange_shelf
 from target_server.subscription import Lease, Start, Subscription, SubscriptionRecord, SubscriptionTerms
 
 STRIKES_TO_QUARANTINE = 2
@@ -62,15 +63,15 @@ class LeaseLedger:
     def __init__(self, book: LeaseBook) -> None:
         self._book = book
 
-    def terms_without_shelf(self, name: str) -> SubscriptionTerms | None:
-        """The terms to open the subscription's stream with; None when it is on a shelf.
+    def wanted_by(self, name: str) -> tuple[str, SubscriptionTerms]:
+        """The stream that a run reads, and what it asked for.
 
         Raises:
             SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
         """
         with self._book.lock:
             record = self._book.subscription(name).record
-            return None if record.stream in self._book.shelves else record.terms
+            return record.stream, record.terms
 
     def add_stream(self, stream: str, shelf: Shelf, horizon: int | None = None) -> None:
         """Serve a stream from now on. No cursor may lie beyond pack `horizon`, also where the stream repeats."""
@@ -89,6 +90,10 @@ class LeaseLedger:
                 return False
             del book.shelves[stream]
             return True
+
+    def exchange_shelf(self, stream: str, make: Callable[[], Shelf]) -> None:
+        """See shelf_exchange.py."""
+        exchange_shelf(self._book, stream, make)
 
     def open(self, terms: SubscriptionTerms, stream: str, fingerprint: str, end: int | None) -> SubscriptionRecord:
         """Subscribe a run, or find its subscription; the stream was added before. Idempotent.
@@ -225,9 +230,10 @@ class LeaseLedger:
         """Lease what is ready, strictly in order, and leave the rest of the ask as credit."""
         if state is not DeliveryState.ACTIVE:
             return ()
-        shelf = self._book.shelves.get(subscription.record.stream)
+        stream = subscription.record.stream
+        shelf = None if stream in self._book.held_streams else self._book.shelves.get(stream)
         room = min(ask.max_packs, self._book.limits.max_outstanding - len(subscription.leased))
-        active = list(self._book.active(subscription.record.stream))
+        active = list(self._book.active(stream))
         leases: list[Lease] = []
         while shelf is not None and len(leases) < room:
             sequence_number = subscription.next_undelivered()

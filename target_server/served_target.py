@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream import __version__
+from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.reasons import Reason
 from slipstream.wire.arena import create_host_id
 from slipstream.wire.channel import PROTOCOL_VERSION
 from slipstream.wire.codec import plan_layout
@@ -85,7 +87,10 @@ def open_payload(served: ServedTarget, ledger: LeaseLedger, token: bytes) -> Ope
     if fixed is not None:
         return OpenPayload(fixed, lambda: True)
     lease = ledger.reading(token)
-    stream = served.catalog.get(lease.stream)
-    buffer = stream.arena.slot(lease.slot.index)[: stream.layout.size_bytes]
+    buffer = served.catalog.get(lease.stream).payload(lease)
+    if buffer is None:
+        raise SlipstreamError(
+            "The pack's shelf was exchanged.", reason=Reason.LEASE_LOST, remedy="The pack will be delivered again."
+        )
     # No slot is rewritten under a lease that is in the book.
     return OpenPayload(buffer, lambda: ledger.holds(token))

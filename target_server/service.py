@@ -4,6 +4,7 @@
 
 import logging
 import threading
+from collections.abc import Iterable
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -132,7 +133,7 @@ class HiddenStateService(HiddenStateServiceServicer):
                 self._polls.release()
         checksums = request.transport in (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_GRPC)
         return pb.LeasePacksResponse(
-            leases=[_lease_message(served, lease, checksums=checksums) for lease in grant.leases],
+            leases=_lease_messages(served, grant.leases, checksums=checksums),
             stream_state=_STATES[grant.state],
             quarantined_sequence_numbers=grant.quarantined,
         )
@@ -173,8 +174,8 @@ class HiddenStateService(HiddenStateServiceServicer):
 
     def _reopen(self, served: ServedTarget, subscription: str) -> None:
         """Put the subscription's stream on a shelf again, after a restart or after it was idle."""
-        terms = self._ledger.terms_without_shelf(subscription)
-        if terms is not None:
+        name, terms = self._ledger.wanted_by(subscription)
+        if not served.catalog.serves(name, terms):
             stream = served.catalog.open(terms)
             self._ledger.open(terms, stream.name, served.fingerprint, stream.end(terms.max_epochs))
 
@@ -213,16 +214,25 @@ def _terms(request: pb.OpenSubscriptionRequest) -> SubscriptionTerms:
     )
 
 
-def _lease_message(served: ServedTarget, lease: Lease, *, checksums: bool) -> batch_pb2.Lease:
-    stream = served.catalog.get(lease.stream)
-    return batch_pb2.Lease(
-        lease_token=lease.token,
-        manifest=stream.manifest(lease.sequence_number, lease.slot.index, lease.facts, checksums=checksums),
-        step=lease.step,
-        time_to_live=_duration(lease.time_to_live),
-        delivery_attempt=lease.attempt,
-        locations=stream.locations(lease.slot.index),
-    )
+def _lease_messages(served: ServedTarget, leases: Iterable[Lease], *, checksums: bool) -> list[batch_pb2.Lease]:
+    """Without those whose arena was given back meanwhile: they are void, and their packs are delivered again."""
+    messages = []
+    for lease in leases:
+        described = served.catalog.get(lease.stream).describe(lease, checksums=checksums)
+        if described is None:
+            continue
+        manifest, locations = described
+        messages.append(
+            batch_pb2.Lease(
+                lease_token=lease.token,
+                manifest=manifest,
+                step=lease.step,
+                time_to_live=_duration(lease.time_to_live),
+                delivery_attempt=lease.attempt,
+                locations=locations,
+            )
+        )
+    return messages
 
 
 def _seconds(duration: Duration) -> float:

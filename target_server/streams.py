@@ -1,31 +1,36 @@
-"""Streams: a data specification becomes a sequence of packs, a layout and an arena, within the shelf's budget."""
+"""Streams: a data specification becomes a sequence of packs, a layout and an arena, within the shelf's budget.
+
+Runs of one stream may read different layers: its packs hold the union, and each run reads what it asked for. One that
+brings a new layer gets the stream another arena, with larger slots; what lay in the old one is computed again.
+"""
 
 import hashlib
 import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
 from slipstream.errors import SlipstreamError
-from slipstream.hidden_states.v1 import batch_pb2, tensor_pb2
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
-from slipstream.wire.codec import LayoutEntry, PayloadLayout, checksum, plan_layout
-from slipstream.wire.page_lock import lock_pages, unlock_pages
+from slipstream.wire.codec import LayoutEntry, plan_layout
+from slipstream.wire.page_lock import lock_pages
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
 from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
 from target_server.record_files import SourceFile
-from target_server.shelf import PackFacts, Shelf
+from target_server.shelf import Shelf
+from target_server.stream import Stream
+from target_server.stream_layers import Layers
 from target_server.subscription import SubscriptionTerms
 from target_server.target_view import TargetView
 
@@ -37,67 +42,6 @@ MAX_SLOTS = 16
 """More than any trainer prefetches; what is left of the budget is for other streams."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One stream that is on a shelf."""
-
-    name: str
-    layer_ids: tuple[int, ...]
-    last_hidden_state: bool
-    sequence: PackSequence
-    layout: PayloadLayout
-    arena: PayloadArena
-    data_report_json: str
-    pack_tokens: int
-    _checksums: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-
-    def end(self, max_epochs: int) -> int | None:
-        """One past the last pack of so many epochs; None for 0, which means for ever."""
-        return self.sequence.total_packs(max_epochs) if max_epochs else None
-
-    def manifest(
-        self, sequence_number: int, slot_index: int, facts: PackFacts, *, checksums: bool
-    ) -> batch_pb2.PackManifest:
-        """What a trainer must know of a pack; `checksums` for a transport that needs them."""
-        specs = self.layout.specs
-        if checksums:
-            sums = self._checksums_of(slot_index, facts.generation)
-            specs = tuple(_with_checksum(spec, value) for spec, value in zip(specs, sums, strict=True))
-        return batch_pb2.PackManifest(
-            sequence_number=sequence_number,
-            tensors=specs,
-            payload_size_bytes=self.layout.size_bytes,
-            num_tokens=facts.num_tokens,
-            num_supervised_tokens=facts.num_supervised_tokens,
-        )
-
-    def locations(self, slot_index: int) -> tuple[batch_pb2.PayloadLocation, ...]:
-        """Where a slot's payload can be read."""
-        return payload_locations(self.arena, slot_index)
-
-    def _checksums_of(self, slot_index: int, generation: int) -> tuple[int, ...]:
-        """Computed once per content of a slot, and only when a reader needs them."""
-        known = self._checksums.get(slot_index)
-        if known is not None and known[0] == generation:
-            return known[1]
-        slot = self.arena.slot(slot_index)
-        sums = tuple(
-            checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes]) for spec in self.layout.specs
-        )
-        if self.arena.generation(slot_index) == generation:
-            self._checksums[slot_index] = (generation, sums)
-        return sums
-
-
-def payload_locations(arena: PayloadArena, slot_index: int) -> tuple[batch_pb2.PayloadLocation, ...]:
-    """gRPC always; shared memory where the arena lies in it."""
-    locations = [batch_pb2.PayloadLocation(grpc=batch_pb2.GrpcLocation())]
-    shared = arena.location(slot_index)
-    if shared is not None:
-        locations.insert(0, batch_pb2.PayloadLocation(shared_memory=shared))
-    return tuple(locations)
 
 
 class StreamCatalog:
@@ -136,13 +80,17 @@ class StreamCatalog:
         """A stream that is on a shelf."""
         return self._streams[name]
 
+    def serves(self, name: str, terms: SubscriptionTerms) -> bool:
+        """Whether the stream is on a shelf, with everything that a run reads."""
+        stream = self._streams.get(name)
+        return stream is not None and stream.layers.cover(Layers.of(terms))
+
     def open(self, terms: SubscriptionTerms) -> Stream:
         """The stream of a data specification; reads and tokenizes the data when it is not on a shelf.
 
         Raises:
             SlipstreamError: SPEC_INVALID, DATA_INVALID, PATH_NOT_ALLOWED; TARGET_INCOMPATIBLE for layers that the
-                target has not, or that differ from those of the stream's other runs; OUT_OF_MEMORY when the shelf's
-                budget does not hold one more stream.
+                target has not; OUT_OF_MEMORY when the shelf's budget does not hold one more stream, or one more layer.
         """
         spec = parse_data_spec(terms.data_spec_json)
         self._check_layers(terms)
@@ -150,11 +98,11 @@ class StreamCatalog:
         with self._opening:
             source = _source_key(spec, files)
             name = self._by_source.get(source)
-            if name is not None:
-                stream = self._streams[name]
-                if self._same_layers(stream, terms):
-                    return stream
-            return self._load(spec, files, terms, source)
+            stream = self._streams[name] if name is not None else self._load(spec, files, terms)
+            if not stream.layers.cover(Layers.of(terms)):
+                stream = self._widen(stream, terms)
+            self._by_source[source] = stream.name
+            return stream
 
     def close(self) -> None:
         """Give all memory back."""
@@ -162,84 +110,109 @@ class StreamCatalog:
             for name in list(self._streams):
                 self._drop(name)
 
-    def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms, source: str) -> Stream:
+    def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms) -> Stream:
         dataset = load_documents(spec, self._target.tokenizer, files=files, split="train")
         self._check_lengths(dataset)
         name = _stream_name(spec, dataset.content_hash, self._target.fingerprint)
         known = self._streams.get(name)  # the same content under another path
-        if known is None or not self._same_layers(known, terms):
-            sequence = PackSequence(
-                dataset.documents,
-                pack_tokens=spec.pack_tokens,
-                seed=spec.seed,
-                window_documents=spec.window_documents,
-            )
-            layout = plan_layout(self._layout_entries(spec.pack_tokens, terms))
-            arena = self._make_arena(layout)
-            known = Stream(
-                name=name,
-                layer_ids=terms.layer_ids,
-                last_hidden_state=terms.last_hidden_state,
-                sequence=sequence,
-                layout=layout,
-                arena=arena,
-                data_report_json=dataset.report.model_dump_json(),
-                pack_tokens=spec.pack_tokens,
-            )
-            self._streams[name] = known
-            horizon = MAX_EPOCHS * sequence.total_packs(1)
-            self._ledger.add_stream(name, Shelf(arena.num_slots, arena.slot_bytes), horizon)
-            log_event(
-                _log, "info", "stream_opened", stream=name, layers=terms.layer_ids, slots=arena.num_slots,
-                pack_mib=round(layout.size_bytes / 2**20, 2),
-            )  # fmt: skip
-        self._by_source[source] = name
-        return known
+        if known is not None:
+            return known
+        sequence = PackSequence(
+            dataset.documents,
+            pack_tokens=spec.pack_tokens,
+            seed=spec.seed,
+            window_documents=spec.window_documents,
+        )
+        layers = Layers.of(terms)
+        layout = plan_layout(self._layout_entries(spec.pack_tokens, layers))
+        arena = self._make_arena(self._make_room(layout.size_bytes), layout.size_bytes)
+        report = dataset.report.model_dump_json()
+        return self._add(Stream(name, layers, sequence, layout, arena, report, spec.pack_tokens))
 
-    def _same_layers(self, stream: Stream, terms: SubscriptionTerms) -> bool:
-        """True when the stream fits; False when it did not and is gone now, because nobody used it."""
-        theirs, ours = (stream.layer_ids, stream.last_hidden_state), (terms.layer_ids, terms.last_hidden_state)
-        if theirs == ours:
-            return True
-        if not self._ledger.retire_stream(stream.name):
-            raise SlipstreamError(
-                f"{stream.name} is served with {_layers_in_words(*theirs)}; run {terms.run} asks for "
-                f"{_layers_in_words(*ours)}.",
-                reason=Reason.TARGET_INCOMPATIBLE,
-                remedy="Runs that share a stream read the same layers: set the same drafter.target_layer_ids, give "
-                "this run another data.seed, or serve it from another target server.",
-            )
-        self._drop(stream.name)
-        return False
+    def _add(self, stream: Stream) -> Stream:
+        """Put a stream on a shelf."""
+        self._streams[stream.name] = stream
+        self._ledger.add_stream(stream.name, _shelf_of(stream), MAX_EPOCHS * stream.sequence.total_packs(1))
+        _log_opened(stream)
+        return stream
+
+    def _widen(self, stream: Stream, terms: SubscriptionTerms) -> Stream:
+        """The stream with the layers of one more run; with those alone where no other run uses it.
+
+        Raises:
+            SlipstreamError: OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED, TARGET_LOADING; the stream is then as it was.
+        """
+        if self._ledger.retire_stream(stream.name):
+            self._drop(stream.name)
+            layers = Layers.of(terms)
+            layout = plan_layout(self._layout_entries(stream.pack_tokens, layers))
+            arena = self._make_arena(self._make_room(layout.size_bytes), layout.size_bytes)
+            return self._add(stream.on(arena, layout, layers))
+        layers = stream.layers.joined(Layers.of(terms))
+        layout = plan_layout(self._layout_entries(stream.pack_tokens, layers))
+        slots = self._make_room(layout.size_bytes, instead_of=stream)
+
+        def make() -> Shelf:
+            self._release(stream)
+            try:
+                made = stream.on(self._make_arena(slots, layout.size_bytes), layout, layers)
+            except SlipstreamError as error:
+                refused.append(error)
+                arena = self._make_arena(stream.arena.num_slots, stream.layout.size_bytes)
+                made = stream.on(arena, stream.layout, stream.layers)
+            self._streams[stream.name] = made
+            return _shelf_of(made)
+
+        refused: list[SlipstreamError] = []
+        try:
+            self._ledger.exchange_shelf(stream.name, make)
+        except BaseException:
+            if stream.arena.is_closed:
+                self._forget(stream.name)
+            raise
+        if refused:
+            raise refused[0]
+        _log_opened(self._streams[stream.name])
+        return self._streams[stream.name]
 
     def _drop(self, name: str) -> None:
-        arena = self._streams.pop(name).arena
-        self._by_source = {source: stream for source, stream in self._by_source.items() if stream != name}
-        if self._on_drop is not None:
-            self._on_drop(arena)
-        unlock_pages(arena.slots())
-        arena.close()
+        self._release(self._streams[name])
+        self._forget(name)
 
-    def _make_arena(self, layout: PayloadLayout) -> PayloadArena:
-        slots = self._affordable_slots(layout.size_bytes)
+    def _forget(self, name: str) -> None:
+        del self._streams[name]
+        self._by_source = {source: stream for source, stream in self._by_source.items() if stream != name}
+
+    def _release(self, stream: Stream) -> None:
+        if self._on_drop is not None:
+            self._on_drop(stream.arena)
+        stream.close()
+
+    def _make_room(self, pack_bytes: int, instead_of: Stream | None = None) -> int:
+        """Slots that a stream with such packs may have, in the place of another one; idle ones are dropped for it."""
+        slots = self._affordable_slots(pack_bytes, instead_of)
         for name in list(self._streams):
             if slots >= MIN_SLOTS:
                 break
-            if self._ledger.retire_stream(name):
+            if self._streams[name] is not instead_of and self._ledger.retire_stream(name):
                 self._drop(name)
-                slots = self._affordable_slots(layout.size_bytes)
+                slots = self._affordable_slots(pack_bytes, instead_of)
         if slots < MIN_SLOTS:
-            raise self._no_room(layout.size_bytes)
-        arena = PayloadArena.create(min(slots, MAX_SLOTS), layout.size_bytes, directory=self._shm_dir)
+            raise self._no_room(pack_bytes)
+        return min(slots, MAX_SLOTS)
+
+    def _make_arena(self, slots: int, pack_bytes: int) -> PayloadArena:
+        arena = PayloadArena.create(slots, pack_bytes, directory=self._shm_dir)
         if self._target.device.type == "cuda":
             lock_pages(arena.slots(), effect="copies from the GPU are about three times slower")
         return arena
 
-    def _affordable_slots(self, pack_bytes: int) -> int:
-        return (self._shelf_bytes - self._used_bytes()) // pack_bytes
+    def _affordable_slots(self, pack_bytes: int, instead_of: Stream | None) -> int:
+        freed = _size_of(instead_of) if instead_of is not None else 0
+        return (self._shelf_bytes - self._used_bytes() + freed) // pack_bytes
 
     def _used_bytes(self) -> int:
-        return sum(stream.arena.num_slots * stream.arena.slot_bytes for stream in self._streams.values())
+        return sum(_size_of(stream) for stream in self._streams.values())
 
     def _no_room(self, pack_bytes: int) -> SlipstreamError:
         used = self._used_bytes()
@@ -252,9 +225,9 @@ class StreamCatalog:
             "or close runs on other data.",
         )
 
-    def _layout_entries(self, pack_tokens: int, terms: SubscriptionTerms) -> list[LayoutEntry]:
-        names = [hidden_state_name(layer) for layer in terms.layer_ids]
-        if terms.last_hidden_state:
+    def _layout_entries(self, pack_tokens: int, layers: Layers) -> list[LayoutEntry]:
+        names = [hidden_state_name(layer) for layer in layers.ids]
+        if layers.last_hidden_state:
             names.append(LAST_HIDDEN_STATE)
         shape = (pack_tokens, self._target.config.hidden_size)
         entries: list[LayoutEntry] = [
@@ -319,15 +292,20 @@ def _stream_name(spec: DataSpec, content_hash: str, fingerprint: str) -> str:
     return "streams/" + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-def _with_checksum(spec: tensor_pb2.TensorSpec, value: int) -> tensor_pb2.TensorSpec:
-    copy = tensor_pb2.TensorSpec()
-    copy.CopyFrom(spec)
-    copy.crc32c = value
-    return copy
+def _size_of(stream: Stream) -> int:
+    return stream.arena.num_slots * stream.arena.slot_bytes
 
 
-def _layers_in_words(layer_ids: tuple[int, ...], last_hidden_state: bool) -> str:
-    return f"layers {list(layer_ids)}" + (" and the last hidden state" if last_hidden_state else "")
+def _shelf_of(stream: Stream) -> Shelf:
+    return Shelf(stream.arena.num_slots, stream.arena.slot_bytes, pack_cost=stream.pack_tokens)
+
+
+def _log_opened(stream: Stream) -> None:
+    log_event(
+        _log, "info", "stream_opened", stream=stream.name, layers=stream.layer_ids,
+        last_hidden_state=stream.last_hidden_state, slots=stream.arena.num_slots,
+        pack_mib=round(stream.layout.size_bytes / 2**20, 2),
+    )  # fmt: skip
 
 
 def _mib(size_bytes: int) -> str:

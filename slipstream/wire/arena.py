@@ -116,6 +116,11 @@ class PayloadArena:
         return cls(header, mapping, fd, path)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self._mapping is None
+
+    @property
     def num_slots(self) -> int:
         """Slots in the arena."""
         return self._header.num_slots

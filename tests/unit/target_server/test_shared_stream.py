@@ -199,9 +199,8 @@ def test_a_stream_is_retired_only_when_nobody_uses_it(desk: LedgerDesk) -> None:
     assert desk.get(name, incarnation) == [0]
     assert not desk.ledger.retire_stream(STREAM)
     desk.pass_time(31.0)
-    assert desk.ledger.terms_without_shelf(name) is None
     assert desk.ledger.retire_stream(STREAM)
-    assert desk.ledger.terms_without_shelf(name) == terms("a")
+    assert desk.ledger.wanted_by(name) == (STREAM, terms("a"))
     desk.ledger.add_stream(STREAM, desk.shelf)
     assert desk.get(name, incarnation) == [1]
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
+from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import checksum, view_tensor
 from target_server.fixed_payloads import FixedPayloadStore, probe_tensor
 from target_server.lease_book import DeliveryState, LeaseBook
@@ -22,8 +25,10 @@ from target_server.producer import Producer, Throughput
 from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget
 from target_server.service import HiddenStateService, _terms
+from target_server.stream import SMALL_TENSORS, Stream
+from target_server.stream_control import StreamControl
 from target_server.streams import MIN_SLOTS, StreamCatalog
-from target_server.subscription import SubscriptionTerms
+from target_server.subscription import Lease, SubscriptionTerms
 from target_server.target_model import TargetModel
 from target_server.work_queue import WorkQueue
 from tests.fakes.served_model import LAYERS, data_spec_json, write_conversations, write_tiny_target
@@ -42,8 +47,9 @@ class Engine:
         self.now = 0.0
         self.target = target
         self.store = LedgerStore(directory / "ledger.sqlite")
-        book = LeaseBook(self.store, clock=lambda: self.now)
+        self.book = book = LeaseBook(self.store, clock=lambda: self.now)
         self.ledger = LeaseLedger(book)
+        self.control = StreamControl(book)
         self.queue = WorkQueue(book)
         self.catalog = StreamCatalog(target, self.ledger, shelf_bytes=shelf_bytes, shm_dir=None, data_roots=None)
         self.producer = Producer(target, self.queue, self.catalog)
@@ -130,27 +136,148 @@ def test_what_the_engine_writes_is_what_the_target_gives(engine: Engine, terms: 
             **engine.target.capture(pack.token_ids, pack.document_lengths, LAYERS, True),
         }
         slot = stream.arena.slot(lease.slot.index)
-        manifest = stream.manifest(lease.sequence_number, lease.slot.index, lease.facts, checksums=True)
+        plain = described(stream, lease, checksums=False)
+        assert {spec.name for spec in plain.tensors if spec.crc32c} == set(SMALL_TENSORS)
+        manifest = described(stream, lease, checksums=True)
         assert manifest.num_tokens == pack.num_tokens
         assert manifest.num_supervised_tokens == pack.num_supervised
         assert {spec.name for spec in manifest.tensors} == expected.keys()
         for spec in manifest.tensors:
             assert torch.equal(view_tensor(slot, spec), expected[spec.name]), spec.name
             assert spec.crc32c == checksum(slot[spec.offset_bytes : spec.offset_bytes + spec.size_bytes])
-        plain = stream.manifest(lease.sequence_number, lease.slot.index, lease.facts, checksums=False)
-        assert not any(spec.crc32c for spec in plain.tensors)
 
 
-def test_runs_of_one_stream_read_the_same_layers(engine: Engine, terms: SubscriptionTerms) -> None:
-    engine.join(terms)
-    others = replace(terms, run="b", layer_ids=(1, 3), last_hidden_state=False)
-    refused(
-        lambda: engine.catalog.open(others),
-        r"layers \[0, 2\] and the last hidden state; run b asks for layers \[1, 3\]",
-        Reason.TARGET_INCOMPATIBLE,
-    )
+def described(stream: Stream, lease: Lease, *, checksums: bool) -> batch_pb2.PackManifest:
+    found = stream.describe(lease, checksums=checksums)
+    assert found is not None
+    return found[0]
+
+
+def get(engine: Engine, name: str, packs: int) -> dict[int, dict[str, torch.Tensor]]:
+    """What a trainer reads of the next packs."""
+    found = {}
+    for lease in engine.ledger.lease(name, Ask(1, packs)).leases:
+        stream = engine.catalog.get(lease.stream)
+        buffer = stream.payload(lease)
+        assert buffer is not None
+        specs = described(stream, lease, checksums=False).tensors
+        found[lease.sequence_number] = {spec.name: view_tensor(buffer, spec).clone() for spec in specs}
+        assert engine.ledger.confirm(lease.token, lease.facts.generation)
+    return found
+
+
+def test_runs_that_read_other_layers_share_one_pass_over_the_union(engine: Engine, terms: SubscriptionTerms) -> None:
+    a, stream_name = engine.join(replace(terms, last_hidden_state=False))
+    engine.run(a, packs=2)
+    first = get(engine, a, 1)
+    assert engine.catalog.get(stream_name).layer_ids == LAYERS
+    b, other_name = engine.join(replace(terms, run="b", layer_ids=(1, 2)))
+    assert other_name == stream_name
+    stream = engine.catalog.get(stream_name)
+    assert (stream.layer_ids, stream.last_hidden_state) == ((0, 1, 2), True)
+    engine.run(b, packs=2)
+    assert engine.control.counters(stream_name).packs_recomputed == 2, "packs 0 and 1 had lain there without layer 1"
+    for_b, for_a = get(engine, b, 2), get(engine, a, 1)
+    assert sorted(for_b) == [0, 1] and sorted(for_a) == [1], "one pass for both"
+    for name, tensor in first[0].items():
+        assert torch.equal(tensor, for_b[0][name]), f"{name} is the same beside other layers"
+    for number, tensors in for_b.items():
+        pack = stream.sequence.pack(number)
+        expected = engine.target.capture(pack.token_ids, pack.document_lengths, (0, 1, 2), True)
+        for name, tensor in expected.items():
+            assert torch.equal(tensors[name], tensor), name
+    computed = engine.control.counters(stream_name).packs_computed
+    engine.join(replace(terms, run="c", layer_ids=(1,), last_hidden_state=False))
+    assert engine.catalog.get(stream_name) is stream, "everything that c reads is there"
+    assert engine.control.counters(stream_name).packs_computed == computed
+
+
+def test_leases_on_the_old_shelf_are_void_and_their_packs_delivered_again(
+    engine: Engine, terms: SubscriptionTerms
+) -> None:
+    a, stream_name = engine.join(terms)
+    engine.run(a, packs=1)
+    (lease,) = engine.ledger.lease(a, Ask(1)).leases
+    old = engine.catalog.get(stream_name)
+    buffer = old.payload(lease)
+    engine.join(replace(terms, run="b", layer_ids=(3,)))
+    assert buffer is not None and buffer.any(), "a read that is under way keeps its memory"
+    assert old.payload(lease) is None and old.describe(lease, checksums=True) is None
+    assert not engine.ledger.confirm(lease.token, lease.facts.generation)
+    engine.run(a, packs=1)
+    (again,) = engine.ledger.lease(a, Ask(1)).leases
+    assert (again.sequence_number, again.attempt) == (0, 2)
+
+
+def test_a_stream_nobody_uses_takes_the_layers_of_the_next_run_alone(engine: Engine, terms: SubscriptionTerms) -> None:
+    _, name = engine.join(terms)
     engine.now += 31.0
-    assert engine.catalog.open(others).layer_ids == (1, 3), "nobody uses the stream any more"
+    others = replace(terms, run="b", layer_ids=(1, 3), last_hidden_state=False)
+    assert engine.catalog.open(others).layer_ids == (1, 3)
+    assert not engine.catalog.serves(*engine.ledger.wanted_by("subscriptions/a")), "it is widened once a comes back"
+    engine.join(others)
+    engine.catalog.open(terms)
+    assert engine.catalog.get(name).layer_ids == (0, 1, 2, 3)
+
+
+def test_a_layer_that_does_not_fit_is_refused_and_the_others_go_on(
+    target: TargetModel, terms: SubscriptionTerms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, tmp_path, shelf_bytes=MIN_SLOTS * engine_slot_bytes(target, terms, tmp_path / "probe"))
+    a, stream_name = engine.join(terms)
+    engine.run(a, packs=1)
+    wider = replace(terms, run="b", layer_ids=(0, 1, 2, 3))
+    refused(lambda: engine.catalog.open(wider), "The shelf has .* at least 4", Reason.OUT_OF_MEMORY)
+    assert list(get(engine, a, 1)) == [0], "nothing was thrown away"
+
+    create = PayloadArena.create
+    full = SlipstreamError("full", reason=Reason.ENVIRONMENT_UNSUPPORTED)
+
+    def create_once(slots: int, slot_bytes: int, *, directory: Path | None) -> PayloadArena:
+        if slot_bytes > before.layout.size_bytes:
+            raise full
+        return create(slots, slot_bytes, directory=directory)
+
+    before = engine.catalog.get(stream_name)
+    monkeypatch.setattr(engine.catalog, "_shelf_bytes", 2**30)
+    monkeypatch.setattr("target_server.streams.PayloadArena.create", create_once)
+    refused(lambda: engine.catalog.open(wider), "full", Reason.ENVIRONMENT_UNSUPPORTED)
+    engine.run(a, packs=1)
+    assert list(get(engine, a, 1)) == [1], "on a shelf as it was before"
+    engine.close()
+
+
+def test_a_pack_in_work_is_waited_for_before_its_slot_goes(engine: Engine, terms: SubscriptionTerms) -> None:
+    a, stream_name = engine.join(terms)
+    engine.ledger.lease(a, Ask(1))
+    work = engine.queue.next_work(0.0)
+    assert work is not None
+    old = engine.catalog.get(stream_name)
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(engine.catalog.open, replace(terms, run="b", layer_ids=(3,)))
+        with engine.book.lock:
+            assert engine.book.work.wait_for(lambda: stream_name in engine.book.held_streams, timeout=30)
+        assert not old.arena.is_closed and engine.queue.next_work(0.0) is None
+        engine.producer.compute(work)
+        assert opening.result(timeout=30).layer_ids == (0, 2, 3)
+    assert old.arena.is_closed
+    engine.run(a, packs=1)
+    assert list(get(engine, a, 1)) == [0]
+
+
+def test_a_pack_that_never_ends_refuses_the_layer_for_now(
+    engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("target_server.shelf_exchange.PATIENCE_SECONDS", 0.01)
+    a, _ = engine.join(terms)
+    engine.ledger.lease(a, Ask(1))
+    work = engine.queue.next_work(0.0)
+    assert work is not None
+    refused(
+        lambda: engine.catalog.open(replace(terms, run="b", layer_ids=(3,))), "has been in work", Reason.TARGET_LOADING
+    )
+    engine.producer.compute(work)
+    assert list(get(engine, a, 1)) == [0]
 
 
 def test_a_stream_that_does_not_fit_is_refused_with_sizes(
@@ -169,7 +296,7 @@ def test_a_stream_that_does_not_fit_is_refused_with_sizes(
     name, _ = engine.join(other)
     engine.run(name, packs=1)
     assert engine.ledger.lease(name, Ask(1)).leases, "the idle stream made room"
-    assert engine.ledger.terms_without_shelf("subscriptions/a") == terms
+    assert not engine.catalog.serves(*engine.ledger.wanted_by("subscriptions/a"))
     engine.close()
 
 
