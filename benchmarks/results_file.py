@@ -28,6 +28,8 @@ class Row:
     """(max - min) / median over repetitions; None when measured once."""
     floor: float | None = None
     goal: float | None = None
+    interval: tuple[float, float] | None = None
+    """95 % interval of the ratio; of `ours` where there is no ratio."""
 
 
 def write_results(
