@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from drafter_trainer.checkpoint_name import find_checkpoint
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
@@ -25,7 +26,10 @@ _log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command; what is left out comes from the run definition in the checkpoint."""
     parser.add_argument(
-        "checkpoint", type=Path, help="checkpoint, run directory (its latest one), or an exported or published drafter"
+        "checkpoint",
+        metavar="RUN[@STEP]",
+        help="a run's name or directory; default: its newest checkpoint, @best the best one; or the directory of a "
+        "checkpoint, or of an exported or published drafter",
     )
     parser.add_argument("--target-model", help="directory, hub name or .gguf of the target; default: the run's")
     parser.add_argument("--prompts", type=Path, help="JSONL with one prompt a line; default: the run's eval.prompts")
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts; returns the report."""
     # What may be refused at once comes before torch, whose import takes many seconds.
-    directory, spec, fingerprint = open_drafter_directory(args.checkpoint, args.target_model)
+    directory, spec, fingerprint = open_drafter_directory(find_checkpoint(args.checkpoint), args.target_model)
     prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
 
     import torch
@@ -196,12 +200,6 @@ def open_checkpoint(path: Path) -> tuple[Path, RunSpec, str]:
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, there is none, it is damaged, or its run definition is of another version.
     """
-    if not path.exists():
-        raise SlipstreamError(
-            f"{path} does not exist",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy="Name a run directory, or a checkpoint: `slipstream checkpoint ls RUN` lists those of a run.",
-        )
     directory = newest_checkpoint(path / "checkpoints") if (path / "checkpoints").is_dir() else path
     if directory is None or not any((directory / name).exists() for name in (MANIFEST, "state.json")):
         raise SlipstreamError(

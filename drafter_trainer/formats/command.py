@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafter_trainer.checkpoint_state import by_age, newest_checkpoint
+from drafter_trainer.checkpoint_name import find_checkpoint
 from drafter_trainer.evaluation.command import open_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
@@ -27,7 +27,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `export`."""
     parser.add_argument(
-        "checkpoint", metavar="RUN_DIR[@STEP]", help="a run directory (its newest checkpoint), or a checkpoint in it"
+        "checkpoint",
+        metavar="RUN[@STEP]",
+        help="a run's name or directory; default: its newest checkpoint, @best the best one; or the directory of "
+        "a checkpoint",
     )
     parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help="whose layout to write")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory to make")
@@ -117,30 +120,6 @@ def run_import(args: argparse.Namespace) -> int:
         f"{found.prompts} plain prompts\n"
     )
     return 0
-
-
-def find_checkpoint(text: str) -> Path:
-    """What RUN_DIR[@STEP] means: a path that exists as it is, else one with a step or `latest` behind the last @.
-
-    Raises:
-        SlipstreamError: CHECKPOINT_INVALID, naming the checkpoints that are there.
-    """
-    path = Path(text)
-    run, separator, step = text.rpartition("@")
-    if path.exists() or not separator:
-        return path
-    checkpoints = Path(run) / "checkpoints"
-    if step == "latest":
-        return newest_checkpoint(checkpoints) or Path(run)
-    wanted = checkpoints / (f"step-{int(step):08d}" if re.fullmatch(r"\d{1,8}", step) else step)
-    if wanted.is_dir() and wanted.parent == checkpoints:
-        return wanted
-    there = [str(int(one.name.removeprefix("step-"))) for one in by_age(checkpoints.glob("step-" + "[0-9]" * 8))]
-    raise SlipstreamError(
-        f"{run} has no checkpoint of step {step}, expected one of: {', '.join(there) or 'none is there'}",
-        reason=Reason.CHECKPOINT_INVALID,
-        remedy="Name one of these, or leave @STEP out for the newest.",
-    )
 
 
 def _device(text: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slipstream.control_client import ControlApiRefusalError, ControlClient
 
 _API_FLAGS: tuple[str, ...] = ("--api", "--token-file", "--home")
-_FLAGS_OF = dict.fromkeys(("run", "trainer", "target", "checkpoint"), _API_FLAGS) | {"up": ("--home",)}
+_FLAGS_OF = dict.fromkeys(("run", "trainer", "target", "checkpoint", "eval"), _API_FLAGS) | {"up": ("--home",)}
 _KINDS = {"RUN_UNKNOWN": "run", "TARGET_UNKNOWN": "target", "TRAINER_UNKNOWN": "trainer"}
 
 

@@ -98,6 +98,16 @@ def home_directory(flag: Path | None = None) -> Path:
     return Path(chosen).expanduser().absolute()
 
 
+def run_directories(name: str, home: Path | None = None) -> list[Path]:
+    """Where a run of this name may lie on this machine: below runs/ where we are, and in the local stack.
+
+    Nowhere, if it is no name. `home`: --home of a command line.
+    """
+    if name in ("", ".", "..") or "/" in name:
+        return []
+    return [Path("runs") / name, Home(home_directory(home)).runs / name]
+
+
 def read_supervisor(home: Path) -> SupervisorState | None:
     """What the supervisor of a home wrote last; None where no stack is up.
 

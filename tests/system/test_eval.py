@@ -125,7 +125,7 @@ def test_another_target_is_refused_unless_it_is_meant(
 @pytest.mark.parametrize(
     ("checkpoint", "prompts", "status", "words"),
     [
-        ("nowhere", None, 11, "nowhere does not exist"),
+        ("nowhere", None, 11, "there is no checkpoint or run 'nowhere'; looked for nowhere, runs/nowhere, "),
         (".", None, 11, "holds no checkpoint"),
         ("{trained}", None, 2, "there are no prompts: the run has no eval.prompts"),
         ("{trained}", "nowhere.jsonl", 3, "nowhere.jsonl cannot be read"),

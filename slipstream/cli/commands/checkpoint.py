@@ -3,13 +3,10 @@
 import argparse
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
 from slipstream.cli.api_access import add_access_flags, add_api_flags, control_api, say_next
+from slipstream.cli.checkpoint_path import checkpoint_path
 from slipstream.cli.display import Column, local_time, print_json, print_table
-from slipstream.errors import SlipstreamError
-from slipstream.run_spec.reasons import Reason
 
 _COLUMNS = (
     Column("STEP", is_number=True),
@@ -41,7 +38,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ls.add_argument("run", metavar="RUN", help="its name")
     add_api_flags(ls)
     export = actions.add_parser("export", help="write one as vLLM, SGLang or z-lab read it, and decode with the files")
-    export.add_argument("run", metavar="RUN[@STEP]", help="a run's name, or its directory; default: the newest step")
+    export.add_argument(
+        "run",
+        metavar="RUN[@STEP]",
+        help="a run's name or directory; default: its newest step, @best the best",
+    )
     export.add_argument("--to", required=True, choices=("vllm", "sglang", "zlab"), help="whose layout to write")
     export.add_argument("--output", required=True, metavar="DIR", help="directory to make")
     for flag, metavar, text in _PASSED_ON:
@@ -81,7 +82,7 @@ def _list(args: argparse.Namespace) -> int:
     print_table(
         _COLUMNS, [(str(one["step"]), local_time(one["saved_at"]), one["path"], one["storage"]) for one in found]
     )
-    say_next(args, f"eval {shlex.quote(found[-1]['path'])}")
+    say_next(args, f"eval {shlex.quote(args.run)}")
     return 0
 
 
@@ -89,7 +90,7 @@ def _export(args: argparse.Namespace) -> int:
     """Start `drafter-trainer export`, which needs torch; this process does not."""
     from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
 
-    checkpoint = args.run if _is_path(args.run) else _path_of(args)
+    checkpoint = checkpoint_path(args, args.run, f"checkpoint export {{}} --to {args.to} --output DIR")
     command = [sys.executable, "-m", "drafter_trainer", "export", checkpoint, "--to", args.to]
     command += ["--output", args.output]
     for flag, *_ in _PASSED_ON:
@@ -102,41 +103,3 @@ def _export(args: argparse.Namespace) -> int:
 
 def _attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _is_path(text: str) -> bool:
-    return "/" in text or Path(text).exists()
-
-
-def _path_of(args: argparse.Namespace) -> str:
-    """Where the control API says that the checkpoint lies, if that is on this machine.
-
-    Raises:
-        SlipstreamError: RUN_UNKNOWN, CHECKPOINT_INVALID.
-    """
-    from slipstream.control_client import segment
-
-    args.run, _, step = args.run.partition("@")
-    with control_api(args) as client:
-        found = list(client.listing(f"/v1/runs/{segment(args.run)}/checkpoints"))
-    chosen = _choose(found, step)
-    if chosen is None:
-        there = ", ".join(str(one["step"]) for one in found) or "none"
-        raise SlipstreamError(
-            f"run {args.run} has no checkpoint {f'of step {step}' if step else 'yet'}, expected one of: {there}",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy=f"`slipstream checkpoint ls {shlex.quote(args.run)}` lists them.",
-        )
-    path = str(chosen["path"])
-    if not Path(path).is_dir():
-        raise SlipstreamError(
-            f"the checkpoint lies at {path} on the trainer's machine ({chosen['storage']}), not on this one",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy=f"Export it there: slipstream checkpoint export {shlex.quote(path)} --to {args.to} --output DIR.",
-        )
-    return path
-
-
-def _choose(found: list[dict[str, Any]], step: str) -> dict[str, Any] | None:
-    wanted = [one for one in found if step in ("", "latest") or str(one["step"]) == step.lstrip("0")]
-    return max(wanted, key=lambda one: int(one["step"]), default=None)

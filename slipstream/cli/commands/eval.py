@@ -1,9 +1,11 @@
-"""`slipstream eval`: starts `drafter-trainer eval`, which needs torch; this process does not."""
+"""`slipstream eval RUN[@STEP] …`: starts `drafter-trainer eval`, which needs torch; this process only finds the run."""
 
 import argparse
 import sys
 
 from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
+from slipstream.cli.api_access import add_access_flags
+from slipstream.cli.checkpoint_path import checkpoint_path
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -12,14 +14,23 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "eval",
         help="decode prompts with a trained drafter: accepted length, speed, losslessness",
         add_help=False,
-        # No argument is this parser's own, not even --help: all go to the evaluation as they are.
+        # Not even --help is this parser's own: all but the flags that lead to the control API go on as they are.
         prefix_chars="\0",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see drafter-trainer eval --help")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the evaluation in its own process and return its exit status."""
-    command = [sys.executable, "-m", "drafter_trainer", "eval", *args.arguments]
+    """Run the evaluation in its own process and return its exit status.
+
+    Raises:
+        SlipstreamError: what comes first is no path, and no run with such a checkpoint on this machine.
+    """
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_access_flags(flags)
+    access, arguments = flags.parse_known_args(args.arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments[0] = checkpoint_path(access, arguments[0], "eval {}")
+    command = [sys.executable, "-m", "drafter_trainer", "eval", *arguments]
     with sigterm_as_exit(), child_process(command) as evaluation:
         return exit_status(evaluation)

@@ -246,7 +246,7 @@ def test_checkpoints(desk: Desk, slipstream: Command) -> None:
     answer = slipstream("checkpoint", "ls", "demo")
     assert answer.status == 0
     assert [line.split()[0] for line in answer.out.splitlines()] == ["STEP", "20", "40"]
-    assert answer.err == "next: slipstream eval /runs/demo/step-40\n"
+    assert answer.err == "next: slipstream eval demo\n"
     listed = json.loads(slipstream("checkpoint", "ls", "demo", "-o", "json").out)["checkpoints"]
     assert [one["step"] for one in listed] == [20, 40]
     assert slipstream("checkpoint", "ls", "nobody").status == 13
@@ -264,7 +264,8 @@ def test_export_of_a_checkpoint_that_is_not_here(desk: Desk, slipstream: Command
     assert answer.status == 11
     assert "lies at /runs/demo/step-20 on the trainer's machine" in answer.err
     assert "slipstream checkpoint export /runs/demo/step-20 --to vllm" in answer.err
-    assert slipstream("checkpoint", "export", "nobody@20", *flags).status == 13
+    answer = slipstream("checkpoint", "export", "nobody@20", *flags)
+    assert answer.status == 13 and "nor is there nobody, runs/nobody, " in answer.err
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from drafter_trainer.checkpoint_name import find_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint
 from drafter_trainer.cli import main
-from drafter_trainer.formats.command import find_checkpoint
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
 from drafter_trainer.formats.module import as_module
@@ -236,7 +236,7 @@ def test_another_target(source: Source, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("step", ["11", "best", "../x"])
+@pytest.mark.parametrize("step", ["11", "newest", "../x"])
 def test_a_step_that_is_not_there(step: str, source: Source) -> None:
     with pytest.raises(SlipstreamError, match="expected one of: 12"):
         find_checkpoint(f"{source.run}@{step}")
