@@ -35,8 +35,9 @@ from slipstream.child_processes import sigterm_as_exit
 
 READERS = 3
 SAMPLE_SECONDS = 1.0
-ANSWER_SECONDS = 120.0
-"""How long a process may take to begin: the target loads, and reads the data."""
+LEAST_SAMPLES = 40
+ANSWER_SECONDS = 240.0
+"""How long a process may take to its first answer: the target reads the data, and compiles."""
 WARM_UP_SECONDS = 240.0
 """How long a trainer may take to its first steps: it compiles."""
 MEMORY_SETTINGS = (
@@ -213,12 +214,14 @@ def measure_subscribers(args: argparse.Namespace, work: Path, deadline: float) -
     return {"case": case, **rates, "shares_of_waiting_for_the_target": waited}
 
 
-def measure_ring(args: argparse.Namespace, work: Path, deadline: float) -> dict[str, Any]:
+def measure_ring(args: argparse.Namespace, _work: Path, deadline: float) -> dict[str, Any]:
     """By turns: plain copies in both directions at once, and packs through the ring."""
     pack_mib = args.pack_mib or (32 if args.device == "cpu" else 480)
-    flags = ["--device", args.device, "--pack-mib", str(pack_mib), "--socket", str(work / "socket")]
     rates: dict[str, list[float]] = {"plain_write": [], "plain_read": [], "ring": []}
     with ExitStack() as leaving:
+        # Short: the path of a socket has about a hundred characters.
+        socket = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="ring-"))) / "socket"
+        flags = ["--device", args.device, "--pack-mib", str(pack_mib), "--socket", str(socket)]
         ends, locked = [], {}
         for end in ("write", "read"):
             command = ["benchmarks.ring_worker", end, *flags]
@@ -270,6 +273,8 @@ def measure_memory(args: argparse.Namespace, work: Path, deadline: float) -> dic
         trained = trainer.tokens()
     # When the last step is done, the trainer begins to give its memory back.
     samples = [sample for sample in samples if sample["tokens"] < trained]
+    if len(samples) < LEAST_SAMPLES:
+        raise WorkerFailedError(f"{len(samples)} samples are too few for a slope: train for longer than {args.tokens}")
     case = f"{setup.title}, {trained / 1e6:.1f} M tokens in packs of {setup.pack_tokens}"
     return {"case": case, "growth": growth_of(samples), "samples": samples}
 

@@ -18,7 +18,7 @@ from slipstream.run_spec.load import load_recipe
 WRITE_SECONDS = 180.0
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For processes that are to cost the device nothing."""
-GPU_RECIPE = Path("recipes/smollm2-135m-1gpu.toml")
+GPU_RECIPE = Path(__file__).parents[1] / "recipes" / "smollm2-135m-1gpu.toml"
 CPU_RECIPE = """
 name = "pipeline"
 [target]
