@@ -13,8 +13,10 @@ from slipstream.telemetry.logs import log_event
 from slipstream.wire.codec import ByteArray
 from target_server.state_cache_store import StateStore
 
-PACKS_WAITING = 2
-"""So many packs' states are held in memory until they are written; more are not kept."""
+PACKS_WAITING = (2, 16)
+"""So many packs' states, at least and at most, are held in memory until they are written; more are not kept."""
+WAITING_BYTES = 512 * 2**20
+"""Between the two, as many as fit."""
 REPORT_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 
@@ -55,9 +57,10 @@ class StateWriter:
         """Packs that were offered while others were still being written."""
         self._store = store
         self._report = report
-        self._free: queue.SimpleQueue[ByteArray] = queue.SimpleQueue()
-        for _ in range(PACKS_WAITING):
-            self._free.put(np.empty(0, np.uint8))
+        self._waiting = 0
+        """Packs that are not written yet."""
+        self._changed = threading.Condition()
+        self._free: list[ByteArray] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         """The disk takes no more, or the end has come."""
@@ -66,14 +69,16 @@ class StateWriter:
 
     def offer(self, slot: ByteArray, rows: Sequence[StateRows]) -> bool:
         """Copy the rows out of a slot, to be written; False when they will not be."""
-        if self._stopped.is_set():
-            return False
-        try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            self.not_kept += 1
-            return False
         size = sum(row.size for row in rows)
+        least, most = PACKS_WAITING
+        with self._changed:
+            if self._stopped.is_set():
+                return False
+            if self._waiting >= min(most, max(least, WAITING_BYTES // size)):
+                self.not_kept += 1
+                return False
+            self._waiting += 1
+            buffer = self._free.pop() if self._free else np.empty(size, np.uint8)
         if len(buffer) < size:
             buffer = np.empty(size, np.uint8)
         end = 0
@@ -85,17 +90,8 @@ class StateWriter:
 
     def wait_until_written(self, seconds: float) -> bool:
         """Wait until all that was taken so far is in the store, or was given up; False when the time is up."""
-        deadline = time.monotonic() + seconds
-        taken: list[ByteArray] = []
-        try:
-            for _ in range(PACKS_WAITING):
-                taken.append(self._free.get(timeout=max(0.0, deadline - time.monotonic())))
-        except queue.Empty:
-            return False
-        finally:
-            for buffer in taken:
-                self._free.put(buffer)
-        return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def close(self) -> None:
         """Write what was taken, for a few seconds at most, and end the thread; idempotent."""
@@ -122,7 +118,10 @@ class StateWriter:
                 break
             if not self._stopped.is_set():
                 self._write(job)
-            self._free.put(job.buffer)
+            with self._changed:
+                self._waiting -= 1
+                self._free.append(job.buffer)
+                self._changed.notify_all()
         self._report()
 
     def _write(self, job: _Job) -> None:

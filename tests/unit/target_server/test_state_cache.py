@@ -242,14 +242,15 @@ def test_nobody_waits_for_a_disk_that_hangs(open_cache: CacheMaker, monkeypatch:
         write_all(fd, data, offset)
 
     monkeypatch.setattr(state_cache_segment, "write_all", hang)
-    packs = [make_pack([(number, number)]) for number in range(1, 8)]
+    _, most = PACKS_WAITING
+    packs = [make_pack([(number, number)]) for number in range(1, most + 4)]
     for pack in packs:
         compute(stream, 0, pack)
         cache.keep(stream, 0, cache.rows(stream, pack))  # the slot is used again at once
-    assert cache.writer.not_kept == len(packs) - PACKS_WAITING
+    assert cache.writer.not_kept == 3
     go_on.set()
     assert cache.writer.wait_until_written(30)
-    for pack in packs[:PACKS_WAITING]:
+    for pack in packs[:most]:
         expected = compute(stream, 0, pack)
         assert recall(cache, stream, 1, pack) == ()
         assert np.array_equal(stream.arena.slot(1), expected)
