@@ -54,9 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     evaluation.add_arguments(commands.add_parser("eval", help="decode prompts with a trained drafter"))
     formats.add_export_arguments(commands.add_parser("export", help="write a drafter as vLLM, SGLang or z-lab read it"))
     formats.add_import_arguments(commands.add_parser("import", help="read and test a drafter of one of these formats"))
-    commands.add_parser(
-        "doctor", help="examine compiled attention on the first GPU; slipstream doctor says it in words"
+    doctor = commands.add_parser(
+        "doctor", help="examine compiled attention on the first GPU; slipstream doctor says more"
     )
+    doctor.add_argument("--json", action="store_true", help="one JSON object, for programs")
     agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
     return parser
 
@@ -71,7 +72,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "doctor":
         from drafter_trainer.doctor import print_examination
 
-        return print_examination()
+        return print_examination(as_json=arguments.json)
     if arguments.command == "worker":
         configure_logging(PROGRAM, level=arguments.log_level)
         return agent.run(arguments)

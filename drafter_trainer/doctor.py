@@ -1,4 +1,4 @@
-"""`drafter-trainer doctor`: the trainer's policy by itself, on the GPU that this process sees. Prints JSON.
+"""`drafter-trainer doctor`: the trainer's policy by itself, on the GPU that this process sees.
 
 Environment checks, the tripwire and its self-test, compiled attention forward and backward: all that a trainer does at
 start before it knows its run. Run by `slipstream doctor` in its own process, for it loads torch and changes it.
@@ -20,7 +20,10 @@ _CANNOT = 4
 def examine() -> Answer:
     """Fields of `machine_probe.PolicyFacts`."""
     if not torch.cuda.is_available():
-        return {"problem": "torch sees no CUDA device", "remedy": "Nothing to do: a CPU trains by SDPA."}
+        return {
+            "problem": "torch sees no CUDA device",
+            "remedy": "Nothing to do where a CPU is meant: it trains by SDPA. `slipstream doctor` says what this machine has.",
+        }
     from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
 
     device = torch.device("cuda", 0)
@@ -43,8 +46,15 @@ def examine() -> Answer:
     }
 
 
-def print_examination() -> int:
+def in_words(answer: Answer) -> str:
+    """The answer for people: what has passed, or the problem with its remedy."""
+    if "problem" in answer:
+        return f"problem: {answer['problem']}\n  remedy: {answer['remedy']}\n"
+    return "".join(f"{line}\n" for line in answer["passed"]) + "A trainer can train on this GPU.\n"
+
+
+def print_examination(*, as_json: bool) -> int:
     """The exit status: 4, that of a machine that cannot, where there is a problem."""
     answer = examine()
-    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.write(json.dumps(answer) + "\n" if as_json else in_words(answer))
     return _CANNOT if "problem" in answer else 0

@@ -58,7 +58,7 @@ def probe_policy() -> PolicyFacts:
     report = "Report this with what is printed above."
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "drafter_trainer", "doctor"],
+            [sys.executable, "-m", "drafter_trainer", "doctor", "--json"],
             capture_output=True,
             text=True,
             timeout=_POLICY_SECONDS,

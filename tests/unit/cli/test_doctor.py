@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from drafter_trainer.cli import main
+from drafter_trainer.doctor import in_words
 from slipstream import machine_probe
 from slipstream.cli import machine as machine_module
 from slipstream.cli.commands import doctor
@@ -138,6 +140,15 @@ def test_the_trainers_examination_is_a_child_that_may_fail(tmp_path: Path, monke
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: cannot open')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(machine_probe.__file__).parents[1]}")
     assert "ImportError: libcudart.so.99: cannot open" in (probe_policy().problem or "")
+
+
+def test_the_trainers_examination_in_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor"]) == 4
+    assert capsys.readouterr().out.startswith("problem: torch sees no CUDA device\n  remedy: Nothing to do where a CPU")
+    assert main(["doctor", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["problem"] == "torch sees no CUDA device"
+    assert in_words({"passed": ("a", "b")}) == "a\nb\nA trainer can train on this GPU.\n"
 
 
 def test_guards_follow_the_version_of_torch() -> None:
