@@ -22,7 +22,7 @@ def examine() -> Answer:
     if not torch.cuda.is_available():
         return {
             "problem": "torch sees no CUDA device",
-            "remedy": "Nothing to do where a CPU is meant: it trains by SDPA. `slipstream doctor` says what this machine has.",
+            "remedy": "Nothing to do where a CPU is meant: it trains by SDPA. `slipstream doctor` says more.",
         }
     from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
 
