@@ -37,7 +37,8 @@ class DrafterConfig:
     architecture: ClassVar[str]
     """Its name in recipes and checkpoints, and that of its entry point."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Settings of [drafter] that decide its own fields; all others but those of every architecture are refused."""
+    """Settings of [drafter] that decide its own fields, `options.NAME` among them; all others but those of every
+    architecture are refused."""
 
     target_model_type: str
     num_target_layers: int
@@ -245,14 +246,13 @@ def resolve_drafter_config(spec: DrafterSpec, target: TargetConfig) -> DrafterCo
     """
     kind = configuration_of(spec.architecture, Reason.SPEC_INVALID)
     fields = type(spec).model_fields
-    unread = [
-        f"drafter.{name} = {getattr(spec, name)!r}"
-        for name in sorted(fields.keys() - kind.reads - _OF_EVERY_ARCHITECTURE)
-        if getattr(spec, name) != fields[name].default
-    ]
+    given = {name: getattr(spec, name) for name, field in fields.items() if getattr(spec, name) != field.default}
+    given |= {f"options.{name}": value for name, value in given.pop("options", {}).items()}
+    unread = sorted(given.keys() - kind.reads - _OF_EVERY_ARCHITECTURE)
     if unread:
         raise SlipstreamError(
-            f"the architecture {spec.architecture} does not read {', '.join(unread)}",
+            f"the architecture {spec.architecture} does not read "
+            f"{', '.join(f'drafter.{name} = {given[name]!r}' for name in unread)}",
             reason=Reason.SPEC_INVALID,
             remedy=f"Leave it out. It reads {', '.join(sorted(kind.reads)) or 'nothing'} besides "
             f"{', '.join(sorted(_OF_EVERY_ARCHITECTURE))}.",
