@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.memory_slope import fit
-from benchmarks.results_file import Row
+from benchmarks.results_file import Row, spread
 
 WAIT_LIMIT = 0.05
 WARM_UP_PACKS = 32
@@ -140,12 +140,6 @@ def growth_of(samples: Sequence[dict[str, float]]) -> dict[str, dict[str, float]
         }
         for name, slope in slopes.items()
     }
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """(max - min) / median; None of one value, or of zeros."""
-    middle = statistics.median(values)
-    return (max(values) - min(values)) / middle if len(values) > 1 and middle else None
 
 
 def table(answers: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import platform
+import statistics
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +32,12 @@ class Row:
     goal: float | None = None
     interval: tuple[float, float] | None = None
     """95 % interval of the ratio; of `ours` where there is no ratio."""
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """(max - min) / median; None of one value, or where the median is zero."""
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / middle if len(values) > 1 and middle else None
 
 
 def write_results(

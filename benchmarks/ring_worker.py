@@ -4,12 +4,10 @@ write  as the target server: from the device into a slot, two copies under way
 read   as a trainer: from the slot to the device
 Each end also copies plainly, without regard for the other: what the machine gives to both at the same time.
 
-A request is one JSON line on stdin, its answer one JSON line on stdout: see WorkerProcess. The ends tell each other
-through a socket which slot is full and which is free.
+It obeys benchmarks/worker_process.py; the ends tell each other through a socket which slot is full and which is free.
 """
 
 import argparse
-import json
 import struct
 import sys
 import time
@@ -22,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from benchmarks.worker_process import commands, reply
 from drafter_trainer.device_copy import DeviceCopy
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.wire.arena import PayloadArena, create_host_id, shared_memory_directory
@@ -57,18 +56,12 @@ def main() -> int:
     end: Writer | Reader = Writer(args) if args.end == "write" else Reader(args)
     try:
         reply({"ready": True, "page_locked": end.page_locked})
-        for line in sys.stdin:
-            asked = json.loads(line)
+        for asked in commands():
             meet(end.other)
             reply({"plain": end.plain.rate, "ring": end.ring}[asked["how"]](asked["seconds"]))
     finally:
         end.close()
     return 0
-
-
-def reply(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 def layout_of(pack_mib: int) -> PayloadLayout:

@@ -1,16 +1,16 @@
 """A subscriber of benchmarks/pipeline.py in a process of its own: it reads packs and does not train.
 
-A request is one JSON line on stdin, its answer one JSON line on stdout: see WorkerProcess. Every request is a run.
+It obeys benchmarks/worker_process.py; every command is a run.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.step_reader import StepReader, Subscription
+from benchmarks.worker_process import commands, reply
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
 from slipstream.wire.channel import TargetClient
@@ -28,9 +28,8 @@ def main() -> int:
     spec = load_recipe(args.recipe, args.overrides).spec
     with TargetClient(args.address) as client:
         reader = choose_reader(spec.stream.transport, client.get_target(), client.channel)
-        for line in sys.stdin:
-            sys.stdout.write(json.dumps(read(client, reader, spec, json.loads(line))) + "\n")
-            sys.stdout.flush()
+        for asked in commands():
+            reply(read(client, reader, spec, asked))
         reader.close()
     return 0
 

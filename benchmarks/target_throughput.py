@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_file import RESULTS, Row, write_results
+from benchmarks.results_file import RESULTS, Row, spread, write_results
 from benchmarks.target_workload import SHAPES
 from slipstream.child_processes import child_process, one_gpu, sigterm_as_exit
 
@@ -123,7 +123,7 @@ def rows_of(answer: dict[str, Any]) -> list[Row]:
         floor, goal = FLOORS.get((size, "serve"), (None, None))
         metric = "packs/s, server with one subscriber ÷ forward alone"
         name = "forward alone, same process"
-        return [Row(f"{title}, served", metric, "packs/s", rate, base, name, rate / base, _spread(alone), floor, goal)]
+        return [Row(f"{title}, served", metric, "packs/s", rate, base, name, rate / base, spread(alone), floor, goal)]
     rows = []
     for case, words in CASES.items():
         ours, theirs = answer[case]["ours"], answer[case]["theirs"]
@@ -138,16 +138,12 @@ def rows_of(answer: dict[str, Any]) -> list[Row]:
                 statistics.median(theirs),
                 BASELINE,
                 statistics.median(ratios),
-                _spread(ratios),
+                spread(ratios),
                 floor,
                 goal,
             )
         )
     return rows
-
-
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def table(rows: list[Row], answers: list[dict[str, Any]]) -> str:

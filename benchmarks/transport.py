@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_file import RESULTS, Row, write_results
+from benchmarks.results_file import RESULTS, Row, spread, write_results
 from benchmarks.served import target_server
 from benchmarks.target_workload import SHAPES
 from benchmarks.worker_process import WorkerFailedError, WorkerProcess
@@ -143,7 +143,7 @@ def _rows_of_bytes(rates: dict[str, list[float]], size: int) -> list[Row]:
                 statistics.median(rates["memcpy"]),
                 "np.copyto of as many bytes, same process, in turns",
                 statistics.median(ratios),
-                (max(ratios) - min(ratios)) / statistics.median(ratios),
+                spread(ratios),
                 floor,
                 goal,
             )

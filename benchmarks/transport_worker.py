@@ -1,10 +1,9 @@
 """One process of benchmarks/transport.py: a reader that measures bytes, or a trainer that measures round trips.
 
-A request is one JSON line on stdin, its answer one JSON line on stdout: see WorkerProcess.
+It obeys benchmarks/worker_process.py.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.step_reader import StepReader, Subscription
+from benchmarks.worker_process import commands, reply
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.channel import TargetClient
 
@@ -31,14 +31,9 @@ def main() -> int:
     with TargetClient(args.address) as client:
         answer: Callable[..., dict[str, Any]]
         answer = measure_bytes(client) if args.what == "bytes" else RoundTrips(client, args.run, args.data).measure
-        for line in sys.stdin:
-            reply(answer(**json.loads(line)))
+        for asked in commands():
+            reply(answer(**asked))
     return 0
-
-
-def reply(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 def measure_bytes(client: TargetClient) -> Callable[..., dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The parent's end of a benchmark worker: commands down, answers up, both JSON lines, each with a deadline."""
+"""Both ends of a benchmark worker: commands down, answers up, both JSON lines; the parent gives each a deadline."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +84,14 @@ class WorkerProcess:
         for line in self._process.stdout:
             self._answers.put(line)
         self._answers.put(None)
+
+
+def commands() -> Iterator[dict[str, Any]]:
+    """In the worker: what the parent asks for, until it closes the pipe."""
+    return (json.loads(line) for line in sys.stdin)
+
+
+def reply(answer: dict[str, Any]) -> None:
+    """In the worker: one answer."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
