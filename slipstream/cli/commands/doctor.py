@@ -40,10 +40,12 @@ def _as_json(machine: "Machine", findings: "list[Finding]", can_run: bool) -> st
     import json
 
     from slipstream.cli.machine import abilities_of, placement_of
+    from slipstream.run_spec.architectures import installed_architectures
 
     return json.dumps(
         {
             "machine": machine.model_dump(mode="json"),
+            "drafter_architectures": installed_architectures(),
             "abilities": abilities_of(machine),
             "placement": placement_of(machine),
             "findings": [finding.model_dump() for finding in findings],
@@ -55,8 +57,10 @@ def _as_json(machine: "Machine", findings: "list[Finding]", can_run: bool) -> st
 
 def _as_text(machine: "Machine", findings: "list[Finding]", can_run: bool) -> Iterator[str]:
     from slipstream.cli.machine import PORTS, abilities_of, gib, placement_of
+    from slipstream.run_spec.architectures import installed_architectures
 
     yield from _section("versions", {name: version or "not installed" for name, version in machine.versions.items()})
+    yield from _section("drafters", {"architectures": ", ".join(installed_architectures())})
     yield from _section("devices", _devices(machine))
     shared = machine.shared_memory
     where = "this container" if machine.container else "this machine"

@@ -175,6 +175,7 @@ def test_this_machine_as_json_and_text(capsys: pytest.CaptureFixture[str], monke
     assert 0 < told["machine"]["memory_available_bytes"] <= told["machine"]["memory_total_bytes"]
     assert told["machine"]["cores"] >= 1
     assert told["demo_can_run"] is (status == 0)
+    assert told["drafter_architectures"][0] == "dflash"
     assert doctor.run(argparse.Namespace(output="text")) == status
     text = capsys.readouterr().out
     for finding in told["findings"]:
