@@ -138,6 +138,10 @@ class TrainerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, if it still runs."""
         self._leaving.close()
 
     def wait_until_ready(self) -> None:

@@ -1,0 +1,68 @@
+"""From finished variants of benchmarks/ablations.py to its rows and its table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.ablation_variants import BASE
+from benchmarks.accepted_length import ALL, Measured, difference_interval, interval, ratio_interval
+from benchmarks.results_file import Row
+
+
+def make_rows(variants: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Accepted length over all prompts and speed of every variant, beside those of the base."""
+    base = Measured.of(variants[BASE]["evaluation"])
+    base_length, base_speed = base.accepted_length(ALL), variants[BASE]["tokens_per_second"]
+    rows = []
+    for name, found in variants.items():
+        one = Measured.of(found["evaluation"])
+        length = one.accepted_length(ALL)
+        rows.append(
+            Row(
+                *(name, "accepted length, bonus included, all prompts, variant ÷ base", "tokens"),
+                *(length, base_length, BASE, length / base_length),
+                interval=ratio_interval(one, base, ALL),
+            )
+        )
+        if found["at_once"] == 1:
+            speed = found["tokens_per_second"]
+            metric = "trained tokens/s, padding included, variant ÷ base"
+            rows.append(Row(name, metric, "tokens/s", speed, base_speed, BASE, speed / base_speed))
+    return rows
+
+
+def markdown(variants: Mapping[str, dict[str, Any]]) -> str:
+    """One line a variant: steps, speed, accepted length by source, difference from the base with a paired interval."""
+    if BASE not in variants:
+        return "The base is not measured yet, so that nothing can be compared.\n"
+    base = Measured.of(variants[BASE]["evaluation"])
+    sources = base.sources
+    head = ["", "varied", "steps", "tokens/s", *sources, "difference, all prompts"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * 2}{'--:|' * (len(head) - 2)}"]
+    for name, found in variants.items():
+        one = Measured.of(found["evaluation"])
+        speed = (
+            f"{found['tokens_per_second'] / 1e3:.1f} k" if found["at_once"] == 1 else f"({found['at_once']} at once)"
+        )
+        lengths = []
+        for source in sources:
+            low, high = interval(one, source)
+            lengths.append(f"{one.accepted_length(source):.3f} [{low:.2f}, {high:.2f}]")
+        cells = [
+            name,
+            found["asked"]["ingredient"],
+            f"{found['steps']:,}",
+            speed,
+            *lengths,
+            _difference(name, one, base),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _difference(name: str, one: Measured, base: Measured) -> str:
+    """Bold where the interval does not hold 0."""
+    if name == BASE:
+        return ""
+    low, high = difference_interval(one, base, ALL)
+    text = f"{one.accepted_length(ALL) - base.accepted_length(ALL):+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"**{text}**" if low > 0 or high < 0 else text
