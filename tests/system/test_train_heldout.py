@@ -1,0 +1,236 @@
+"""Held-out acceptance in real processes: made by one command, measured in a run that dies, decoded afterwards."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from drafter_trainer.batch_source import payload_shapes
+from drafter_trainer.checkpoint_state import best_checkpoint, read_state
+from drafter_trainer.heldout_packs import HeldoutPack, HeldoutStream, read_heldout_packs
+from drafter_trainer.heldout_rows import HeldoutRows, load_rows
+from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.target_link import TargetLink, WaitNotice
+from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.reasons import Reason
+from slipstream.wire.channel import TargetClient
+from slipstream.wire.codec import ByteArray
+from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
+from tests.fakes.processes import Processes
+from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.tiny_run import RECIPE, write_conversations
+from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
+from tests.fakes.training import Trainer, assert_same_run, read_last_records
+
+LAYERS = (1, 2)
+LENGTH = ("train.max_steps=40", "checkpoint.every_steps=10", "checkpoint.keep=1")
+EVALUATION = """
+[eval]
+prompts = "prompts.jsonl"
+heldout = "heldout.jsonl"
+num_prompts = 3
+max_new_tokens = 24
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the tiny run's, with prompts of two sources that the target has answered."""
+    directory = tmp_path_factory.mktemp("heldout")
+    tokenizer = build_tiny_tokenizer(directory / "target", "chatml", vocab_size=384)
+    # No row without a token: the random target would choose it.
+    save_tiny_model(directory / "target", "llama", vocab_size=len(tokenizer), seed=0)
+    write_conversations(directory / "conversations.jsonl")
+    prompts = [{"source": ("news", "code")[n % 2], "prompt": "why " * (n + 1)} for n in range(8)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    path = directory / "tiny.toml"
+    path.write_text(RECIPE.replace("block_size = 4", "block_size = 4\nmask_token_id = 0") + EVALUATION)
+    started = Processes()
+    flags = ("--heldout", "--report", directory / "report.json", "--device", "cpu", "--threads", "1")
+    answering = started.start("target_server", "regenerate", path, *flags)
+    assert answering.wait_exit(timeout=120) == 0, answering.output
+    started.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def target_address(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    started = Processes()
+    ledger = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
+    flags = ("--ledger", ledger, "--probe-bytes", "1MiB", "--subscription-timeout", "1")
+    _, address = started.start_target_server(recipe, *flags)
+    yield address
+    started.close()
+
+
+def measured(run: Trainer) -> dict[int, float]:
+    """Held-out accepted length by steps trained, from the last record of every step."""
+    records = read_last_records(run.directory / "metrics.jsonl")
+    lengths = {step + 1: record["heldout_accepted_length"] for step, record in records.items()}
+    return {step: float(str(length)) for step, length in lengths.items() if length is not None}
+
+
+def test_measured_while_it_trains_and_dies_and_decoded_afterwards(
+    recipe: Path, target_address: str, processes: Processes, tmp_path: Path
+) -> None:
+    plain = Trainer(processes, recipe, tmp_path / "plain", *LENGTH, "name=plain", "eval.heldout=")
+    plain.finish(target_address)
+    assert not measured(plain) and best_checkpoint(plain.directory / "checkpoints") is None
+
+    run = Trainer(processes, recipe, tmp_path / "measured", *LENGTH, "name=measured")
+    killed = run.start(target_address)
+    killed.wait_for_line("heldout_measured .*step=20")
+    killed.kill()
+    resumed = run.finish(target_address)
+    assert "heldout_read" in resumed.output and "held-out accepted length" in resumed.output
+    assert_same_run(run, plain)
+
+    found = measured(run)
+    assert found.keys() == {10, 20, 30, 40}
+    best = best_checkpoint(run.directory / "checkpoints")
+    assert best is not None
+    state = read_state(best)
+    assert state.heldout is not None and state.heldout.accepted_length == max(found.values())
+    assert found[state.cursor.next_step] == state.heldout.accepted_length
+
+    report = tmp_path / "eval.json"
+    flags = ("--device", "cpu", "--threads", "1", "--output", report)
+    evaluation = processes.start("drafter_trainer", "eval", best, *flags)
+    assert evaluation.wait_exit(timeout=120) == 0, evaluation.output
+    decoded = json.loads(report.read_text())["results"]["trained"]
+    assert decoded.pop("all")["accepted_length"] == pytest.approx(state.heldout.accepted_length, rel=1e-9)
+    assert {source: row["accepted_length"] for source, row in decoded.items()} == pytest.approx(state.heldout.by_source)
+
+
+class FaultyReader(PayloadReader):
+    """The real reader; what is planned for a pack happens first, once each."""
+
+    def __init__(self, inner: PayloadReader, faults: dict[int, list[Callable[[], None]]]) -> None:
+        super().__init__()
+        self.name, self.transport = inner.name, inner.transport
+        self._inner, self._faults = inner, faults
+
+    def read(self, ref: PayloadRef, names: Sequence[str]) -> dict[str, Tensor]:
+        planned = self._faults.get(ref.manifest.sequence_number)
+        if planned:
+            planned.pop(0)()
+        return self._inner.read(ref, names)
+
+    def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
+        self._inner._fill(ref, run, buffer)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Desk:
+    """Reads the held-out packs of one run in this process."""
+
+    def __init__(self, recipe: Path, address: str, directory: Path, *settings: str) -> None:
+        self.spec = load_recipe(recipe, settings).spec
+        self.client = TargetClient(address)
+        self.notice = WaitNotice(address)
+        self.link = TargetLink(self.client, self.notice, self.spec, RunDirectory(directory), pin_memory=False)
+        self.link.handshake()
+        assert self.spec.eval.heldout is not None
+        self.rows = load_rows(Path(self.spec.eval.heldout), target_fingerprint=self.link.fingerprint, pack_tokens=128)
+        shapes = payload_shapes([f"hidden_states.{layer}" for layer in LAYERS], 128, 64)
+        self.stream = HeldoutStream(self.spec, LAYERS, shapes)
+
+    def read(self, faults: dict[int, list[Callable[[], None]]] | None = None) -> list[HeldoutPack]:
+        greet = type(self.link).handshake
+
+        def handshake(expected_fingerprint: str | None = None) -> pb.GetTargetResponse:
+            target = greet(self.link, expected_fingerprint)
+            self.link._reader = FaultyReader(self.link.reader, faults or {})
+            return target
+
+        self.link.handshake = handshake  # type: ignore[method-assign]
+        handshake()
+        return read_heldout_packs(self.client, self.link, self.notice, self.stream, self.rows)
+
+    def close(self) -> None:
+        self.link.close()
+        self.client.close()
+
+
+@pytest.fixture
+def desk(recipe: Path, target_address: str, tmp_path: Path) -> Iterator[Desk]:
+    opened = Desk(recipe, target_address, tmp_path, f"name={tmp_path.name}")
+    yield opened
+    opened.close()
+
+
+def refusing(reason: Reason) -> Callable[[], None]:
+    def fail() -> None:
+        raise SlipstreamError("injected", reason=reason)
+
+    return fail
+
+
+def as_tokens(packs: Sequence[HeldoutPack]) -> list[list[int]]:
+    return [pack.tensors["input_ids"].tolist() for pack in packs]
+
+
+def test_every_pack_comes_whatever_happens_on_the_way(desk: Desk) -> None:
+    undisturbed = as_tokens(desk.read())
+    assert sum(len(pack.answers) for pack in desk.read()) == len(desk.rows.rows) == 6
+
+    def another_takes_over() -> None:
+        opened = desk.client.open_subscription(
+            pb.OpenSubscriptionRequest(
+                run=f"runs/{desk.stream.run}",
+                data_spec_json=desk.stream.data_spec_json,
+                layer_ids=LAYERS,
+                packs_per_step=1,
+                start_position=pb.START_POSITION_BEGINNING,
+                max_epochs=1,
+            )
+        )
+        desk.client.seek_subscription(
+            pb.SeekSubscriptionRequest(subscription=opened.subscription, expected_incarnation=opened.incarnation)
+        )
+
+    faults = {0: [refusing(Reason.LEASE_LOST)], 1: [refusing(Reason.PAYLOAD_CORRUPT), another_takes_over]}
+    assert as_tokens(desk.read(faults)) == undisturbed
+    assert not any(faults.values()), "not everything that was planned has happened"
+
+
+def test_a_killed_server_is_waited_for(recipe: Path, processes: Processes, tmp_path: Path) -> None:
+    flags = (recipe, "--ledger", tmp_path / "ledger.sqlite", "--probe-bytes", "1MiB")
+    server, address = processes.start_target_server(*flags)
+    desk = Desk(recipe, address, tmp_path / "run", "name=orphan")
+
+    def server_dies() -> None:
+        server.kill()
+        processes.start_target_server(*flags, port=int(address.rpartition(":")[2]))
+
+    try:
+        assert len(as_tokens(desk.read({1: [server_dies]}))) == len(as_tokens(desk.read()))
+    finally:
+        desk.close()
+
+
+def test_another_file_under_the_same_run(desk: Desk, recipe: Path, target_address: str, tmp_path: Path) -> None:
+    """A process that ended while it read left its subscription open; the next one has other prompts."""
+    with pytest.raises(SlipstreamError, match="injected"):
+        desk.read({1: [refusing(Reason.TRANSPORT_UNAVAILABLE)]})
+    fewer = tmp_path / "fewer.jsonl"
+    assert desk.spec.eval.heldout is not None
+    lines = Path(desk.spec.eval.heldout).read_text().splitlines(keepends=True)
+    fewer.write_text("".join(lines[:4]))
+    next_desk = Desk(recipe, target_address, tmp_path, f"name={tmp_path.name}", f"eval.heldout={fewer}")
+    try:
+        assert sum(len(pack.answers) for pack in next_desk.read()) == 4
+        # The trainer's file is not the one that the server reads: said in words.
+        next_desk.rows = HeldoutRows(next_desk.rows.rows[:2], "digest")
+        with pytest.raises(SlipstreamError, match="not those in this trainer's file"):
+            next_desk.read()
+        with pytest.raises(SlipstreamError, match="are not finite, or cannot be read"):
+            next_desk.read({0: [refusing(Reason.PAYLOAD_CORRUPT)] * 9})
+    finally:
+        next_desk.close()
