@@ -4,6 +4,7 @@ torch is imported once the arguments are understood.
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -16,12 +17,15 @@ from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
+from slipstream.telemetry.logs import log_event
 
 if TYPE_CHECKING:
     from drafter_trainer.formats.drafter_format import PublishedDrafter
 
 FORMAT_NAMES = ("vllm", "sglang", "zlab")
 DTYPES = ("float32", "bfloat16", "float16")
+
+_log = logging.getLogger(__name__)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +85,8 @@ def run_export(args: argparse.Namespace) -> int:
             remedy="Leave one of them out.",
         )
     checkpoint, spec, _ = open_checkpoint(find_checkpoint(args.checkpoint))
+    # torch takes seconds to import, the rest minutes: whoever waits is told what for.
+    log_event(_log, "info", "exporting", checkpoint=str(checkpoint), to=args.to, output=str(args.output))
     _limit_threads(args.threads)
     with sigterm_as_exit():
         from drafter_trainer.formats.export import ExportPlan, export

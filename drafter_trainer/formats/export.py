@@ -73,6 +73,7 @@ def export(plan: ExportPlan) -> SelfTest | None:
         new_directory(plan.output, replace=plan.replace) as directory,
         disk_errors_in_words(plan.output, flag="--output"),
     ):
+        log_event(_log, "info", "writing", format=form.name, dtype=plan.dtype)
         form.write(directory, published, weights, verifier)
         form.check(directory, published, weights)
         found = None if reader is None else run_self_test(reader, as_module(config, weights), directory)
@@ -103,7 +104,9 @@ def _open_target(
     """
     if plan.target is None:
         return None, Verifier(plan.served_as, ())
+    log_event(_log, "info", "comparing_target", model=plan.target.model)
     is_training_target(plan.target, plan.spec.target, state.target_fingerprint, allow_other=False)
+    log_event(_log, "info", "loading_target", model=plan.target.model, device=plan.device)
     loaded = load_causal_lm(plan.target, plan.device)
     facts = read_target_facts(loaded.model, loaded.tokenizer).config
     check_fits(config, facts)

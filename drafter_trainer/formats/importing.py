@@ -1,16 +1,20 @@
 """Reads a drafter of any format and decodes with it."""
 
+import logging
 from pathlib import Path
 
 from drafter_trainer.formats.drafter_format import PublishedDrafter
 from drafter_trainer.formats.module import as_module, check_copies
-from drafter_trainer.formats.provenance import read_provenance
+from drafter_trainer.formats.provenance import check_made_for, read_provenance
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
 from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import load_causal_lm
+from slipstream.telemetry.logs import log_event
+
+_log = logging.getLogger(__name__)
 
 
 def open_with_target(directory: Path, target: TargetSpec, device: str) -> tuple[PublishedDrafter, SelfTest]:
@@ -19,8 +23,11 @@ def open_with_target(directory: Path, target: TargetSpec, device: str) -> tuple[
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, MODEL_INVALID, OUT_OF_MEMORY.
     """
-    read_provenance(directory)
+    made_from = read_provenance(directory)
     drafter = read_published(directory)
+    if made_from is not None:
+        check_made_for(made_from, target, directory)
+    log_event(_log, "info", "loading_target", model=target.model, device=device)
     loaded = load_causal_lm(target, device)
     facts = read_target_facts(loaded.model, loaded.tokenizer).config
     config = drafter.config.for_target(facts)

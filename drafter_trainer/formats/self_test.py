@@ -233,7 +233,8 @@ def run_self_test(
     if max(files.hidden_state_indices) > top:
         raise _failed(f"the files read the output of layer {max(files.hidden_state_indices) - 1}, the target has {top}")
     result = SelfTest()
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, start=1):
+        log_event(_log, "info", "self_test_decodes", prompt=f"{number}/{len(prompts)}", tokens=NUM_TOKENS)
         ids = torch.tensor(_prompt_ids(reader.target, prompt), device=reader.device)
         text = reader.read(ids, drafter.config.target_layer_ids, files.hidden_state_indices, NUM_TOKENS)
         _walk(reader, ours, files, text, result)

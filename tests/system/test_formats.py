@@ -1,6 +1,7 @@
 """Real processes: a run is exported, measured, and trained on; drafters of others are trained on."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,16 @@ def test_export_measure_and_train_on(
     flags = ("--to", name, "--output", output, "--threads", "1")
     exported = processes.start("slipstream.cli", "checkpoint", "export", f"{trained}@3", *flags)
     assert exported.wait_exit(timeout=120) == 0, exported.output
-    assert " self_test_passed " in exported.output
+    # Whoever waits sees what for.
+    told = (
+        "exporting",
+        "comparing_target",
+        "loading_target",
+        "writing",
+        "self_test_decodes prompt=4/4",
+        "self_test_passed",
+    )
+    assert re.findall("|".join(told), exported.output) == list(told)
     again = processes.start("slipstream.cli", "checkpoint", "export", trained, *flags)
     assert again.wait_exit(timeout=60) == 3, again.output
     assert "exists already" in again.output and "--force" in again.output
