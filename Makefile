@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test lint format proto
+.PHONY: help venv demo test lint format proto bench-report
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## create .venv with everything, versions as in constraints.txt
 
@@ -39,3 +39,6 @@ format: venv ## apply the formatter and the safe fixes
 
 proto: venv ## generate slipstream/hidden_states from proto/
 	$(BIN)/python tools/generate_proto.py
+
+bench-report: venv ## every measured row beside floor and goal; renders docs/benchmarks.md
+	$(BIN)/python -m benchmarks.report
