@@ -20,7 +20,7 @@ _SERVED = {CROSS_ENTROPY, "kl"}
 def why_not_fused(config: LossConfig, head: FrozenHead) -> str | None:
     """What keeps a run from it, in words; None where nothing does."""
     if not FUSED_LOSS:
-        return "it has not been measured yet"
+        return "it is switched off: no GPU has measured it yet"
     if not isinstance(head, Tensor):
         return "the head is in FP8"
     if config.logit_soft_cap is not None:

@@ -26,8 +26,9 @@ from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.fused_adamw import adamw_update
+from drafter_trainer.fused_loss import fused_loss_of_chunk, why_not_fused
 from drafter_trainer.heldout_matches import ChunkMatches, matched_slots, matches_of_chunk
-from drafter_trainer.loss import LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
+from drafter_trainer.loss import ChunkLoss, LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.memory import MemoryMeter
 from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
@@ -149,7 +150,7 @@ class TrainingStep:
             shapes = len(self.pack_lengths)
             self._lay_out = compile_owned(self._layout.__call__, name="pack_layout", graphs=shapes)
             self._forward = compile_owned(self._hidden_states, name="drafter", graphs=shapes)
-            self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
+            self._chunk_loss = self._fused_loss() or compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
             if self.measures:
                 self._drafting = compile_owned(self._hidden_states, name="drafter_without_gradients", graphs=shapes)
                 self._chunk_matches = compile_owned(matches_of_chunk, name="chunk_matches", graphs=1)
@@ -222,6 +223,11 @@ class TrainingStep:
         if self.device.type == "cuda":
             log_event(_log, "info", "cuda_graphs", used=enabled, because=why)
         return Recorder(enabled)
+
+    def _fused_loss(self) -> ChunkLoss | None:
+        why_not = why_not_fused(self._loss_config, self._head)
+        log_event(_log, "info", "fused_loss", used=why_not is None, because=why_not or "the objective is served")
+        return fused_loss_of_chunk if why_not is None else None
 
     def _fused_update(self, spec: RunSpec) -> FusedUpdate | None:
         """AdamW in one pass, on CUDA. A recorded step keeps its gradients where the next graph finds them."""
