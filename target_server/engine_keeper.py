@@ -184,12 +184,15 @@ class EngineKeeper:
             self._changed.notify_all()
         for future in asked:
             future.set_result(None)
-        if self._crew.closed.is_set():
-            ending = Ending(ending.words, crashed=False)
+        closed = self._crew.closed.is_set()
+        if not closed:
+            self._note_death(engine, ending, ready_since, lost)
         for ordered in lost:
-            self._give_back(ordered, ending, alone=len(lost) == 1)
-        if self._crew.closed.is_set():
-            return
+            self._give_back(ordered, ending.crashed and not closed, ending.words, alone=len(lost) == 1)
+        if not closed:
+            self._crew.on_down(self, refusal, ending.words)
+
+    def _note_death(self, engine: Engine, ending: Ending, ready_since: float | None, lost: list[_Ordered]) -> None:
         healthy = ready_since is not None and time.monotonic() - ready_since >= _HEALTHY_SECONDS
         self.deaths = 1 if healthy else self.deaths + 1
         numbers = [ordered.work.sequence_number for ordered in lost]
@@ -197,15 +200,14 @@ class EngineKeeper:
             _log, "warning", "engine_died", engine=engine.name, why=ending.words, packs_lost=numbers,
             packs_computed=self._packs, deaths_in_a_row=self.deaths, starts_again_in=self._pause(),
         )  # fmt: skip
-        self._crew.on_down(self, refusal, ending.words)
 
-    def _give_back(self, ordered: _Ordered, ending: Ending, *, alone: bool) -> None:
+    def _give_back(self, ordered: _Ordered, crashed: bool, words: str, *, alone: bool) -> None:
         """To the queue; or set aside, when it has certainly ended an engine twice."""
         work = ordered.work
         repair(ordered.stream.arena, work.slot.index)
         key = (work.stream, work.sequence_number)
-        if ending.crashed and self._crew.suspects.accuse(key, alone=alone):
-            why = f"it has crashed its engine twice: {ending.words}"
+        if crashed and self._crew.suspects.accuse(key, alone=alone):
+            why = f"it has crashed its engine twice: {words}"
             self._queue.quarantine(work, ordered.pack.document_names, why)
         else:
             self._queue.abandon(work)
