@@ -127,8 +127,10 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
     """Compare sizes and checksums of the named files with the manifest.
 
     Raises:
-        SlipstreamError: CHECKPOINT_INVALID, naming the damaged file and the older checkpoints that are sound.
+        SlipstreamError: CHECKPOINT_INVALID, naming the damaged file and the older checkpoints that are sound; or it is
+            of a newer format version.
     """
+    _require_known_format(directory)
     problem = _find_damage(directory, names)
     if problem is None:
         return
@@ -142,6 +144,21 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
     raise SlipstreamError(
         f"Checkpoint {directory} is damaged: {problem}.", reason=Reason.CHECKPOINT_INVALID, remedy=remedy
     )
+
+
+def _require_known_format(directory: Path) -> None:
+    """What a newer version wrote is not damaged, and no copy of it would help."""
+    try:
+        found = json.loads((directory / MANIFEST).read_text())["format_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # damage, of which all is said elsewhere
+    if isinstance(found, int) and found > FORMAT_VERSION:
+        raise SlipstreamError(
+            f"Checkpoint {directory} was written by a newer Slipstream: its format version is {found}, this one reads "
+            f"{FORMAT_VERSION}.",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="Update Slipstream here, or go on with the version that wrote it.",
+        )
 
 
 def _find_damage(directory: Path, names: tuple[str, ...] | None) -> str | None:

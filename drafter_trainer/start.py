@@ -25,6 +25,7 @@ from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.formats.published_run import require_directory
+from drafter_trainer.formats.tensors import check_parameters
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.heldout import prepare_heldout
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
@@ -322,6 +323,7 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fi
         torch.manual_seed(spec.train.seed)
         return None
     check_same_run(checkpoint.state, spec, where=str(directory))
+    check_parameters(checkpoint.drafter, step.drafter.config, str(directory))
     step.load_weights(checkpoint.drafter)
     step.optimizer.load_state(checkpoint.optimizer)
     restore_rng_state(checkpoint.rng)

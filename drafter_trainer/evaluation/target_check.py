@@ -1,5 +1,7 @@
 """Is the target that decodes the one that the drafter was trained for? Sizes alone would not tell two models apart."""
 
+from collections.abc import Sequence
+
 from drafter_trainer.drafter_config import DrafterConfig
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -41,6 +43,15 @@ def is_training_target(
     )
 
 
+def outside_of_target(layer_ids: Sequence[int], mask_token_id: int, target: TargetConfig) -> list[str]:
+    """In words, what a drafter names that the target does not have."""
+    layers = [layer for layer in layer_ids if layer >= target.num_layers]
+    wrong = [f"target layer {max(layers)} (expected 0 to {target.num_layers - 1})"] if layers else []
+    if mask_token_id >= target.vocab_size:
+        wrong.append(f"mask token {mask_token_id} (expected 0 to {target.vocab_size - 1})")
+    return wrong
+
+
 def check_fits(config: DrafterConfig, target: TargetConfig) -> None:
     """Compare the sizes of drafter and target.
 
@@ -54,6 +65,8 @@ def check_fits(config: DrafterConfig, target: TargetConfig) -> None:
         "model type": (target.model_type, config.target_model_type),
     }
     wrong = [f"{name} {found} (expected {expected})" for name, (found, expected) in pairs.items() if found != expected]
+    if not wrong:
+        wrong = outside_of_target(config.target_layer_ids, config.mask_token_id, target)
     if wrong:
         raise SlipstreamError(
             f"the target does not fit the drafter: {', '.join(wrong)}",

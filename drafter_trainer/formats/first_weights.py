@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drafter_trainer.checkpoint import load_drafter_weights
@@ -19,7 +18,7 @@ from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.formats.self_test import compare_forward
-from drafter_trainer.formats.tensors import check_named_tensors
+from drafter_trainer.formats.tensors import check_parameters
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
@@ -81,10 +80,8 @@ def _of_checkpoint(directory: Path, config: DrafterConfig, target: TrainedTarget
     found = DrafterConfig.from_json(text)
     check_same_drafter({"architecture": found.architecture, **vars(found)}, config, directory)
     state = read_state(directory)
-    _check_fingerprint(state.target_fingerprint, state.spec, target, directory)
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in config.build().named_parameters()}
-    check_named_tensors(weights, shapes, {}, str(directory))
+    check_fingerprint(state.target_fingerprint, state.spec, target, directory)
+    check_parameters(weights, config, str(directory))
     return weights
 
 
@@ -94,13 +91,13 @@ def _of_published(directory: Path, config: DrafterConfig, target: TrainedTarget)
     stated = {name: value for name, value in vars(drafter.config).items() if value is not None}
     check_same_drafter({"architecture": DFLASH, "sliding_window": None, **stated}, config, directory)
     if made_from is not None:
-        _check_fingerprint(made_from.target_fingerprint, made_from.spec, target, directory)
+        check_fingerprint(made_from.target_fingerprint, made_from.spec, target, directory)
     check_copies(drafter, target.tables)
     compare_forward(directory, as_module(require_dflash(config, str(directory)), drafter.weights))
     return drafter.weights
 
 
-def _check_fingerprint(found: str, spec: dict[str, Any], target: TrainedTarget, directory: Path) -> None:
+def check_fingerprint(found: str, spec: dict[str, Any], target: TrainedTarget, directory: Path) -> None:
     """Two models of equal sizes differ in it.
 
     Raises:

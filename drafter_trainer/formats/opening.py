@@ -13,6 +13,7 @@ from drafter_trainer.formats.module import as_module, check_copies
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_run import is_published
 from drafter_trainer.formats.self_test import PROMPTS, TargetReader, run_self_test
+from drafter_trainer.formats.tensors import check_parameters
 from slipstream.target_facts import read_frozen_weights
 from slipstream.target_loading import LoadedTarget
 from slipstream.wire.target_config import TargetConfig
@@ -60,4 +61,6 @@ def open_drafter(directory: Path) -> OpenedDrafter:
         published = read_published(directory)
         return OpenedDrafter(directory, published.weights, None, published)
     text, weights = load_drafter_weights(directory)
-    return OpenedDrafter(directory, weights, DrafterConfig.from_json(text), None)
+    config = DrafterConfig.from_json(text)
+    check_parameters(weights, config, str(directory))
+    return OpenedDrafter(directory, weights, config, None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
+from drafter_trainer.evaluation.target_check import outside_of_target
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.target_config import TargetConfig
@@ -51,8 +52,7 @@ class PublishedConfig:
         }
         wrong = [f"{name} {found} (expected {expected})" for name, (found, expected) in pairs.items()
                  if found != expected]  # fmt: skip
-        if max(self.target_layer_ids) >= target.num_layers:
-            wrong.append(f"target layer {max(self.target_layer_ids)} (expected 0 to {target.num_layers - 1})")
+        wrong += outside_of_target(self.target_layer_ids, self.mask_token_id, target)
         if wrong:
             raise SlipstreamError(
                 f"the drafter belongs to another target: {', '.join(wrong)}",

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.formats.published_config import PublishedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -80,6 +81,17 @@ def check_tensors(
     """
     tables = dict.fromkeys(optional, (config.vocab_size, config.hidden_size))
     check_named_tensors(tensors, expected_shapes(config), tables, where)
+
+
+def check_parameters(weights: Mapping[str, Tensor], config: DrafterConfig, where: str) -> None:
+    """Compare the weights of a checkpoint with the parameters that its configuration builds, of any architecture.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, naming each wrong tensor.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in config.build().named_parameters()}
+    check_named_tensors(weights, shapes, {}, where)
 
 
 def check_named_tensors(

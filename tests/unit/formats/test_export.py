@@ -223,7 +223,7 @@ def test_a_checkpoint_of_a_newer_version(source: Source, tmp_path: Path) -> None
     assert checkpoint is not None
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(SlipstreamError, match="format version is 99, this trainer reads"):
+    with pytest.raises(SlipstreamError, match="format version is 99, this one reads"):
         export(make_plan(source, tmp_path / "out", checkpoint=checkpoint))
 
 
