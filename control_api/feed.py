@@ -60,18 +60,27 @@ class Feed:
             watched = frozenset(self._watchers)
         self._wake(watched)
 
-    async def messages(self, run_id: int, place: Place, read: Read[Place]) -> AsyncIterator[str]:
-        """What `read` finds after `place`, then whatever comes, until the run is deleted or the server stops."""
+    async def messages(
+        self, run_id: int, place: Place, read: Read[Place], *, with_state: bool = False
+    ) -> AsyncIterator[str]:
+        """What `read` finds after `place`, then whatever comes, until the run is deleted or the server stops.
+
+        `with_state`: the run's state as well, once everything is sent that was there while it had it.
+        """
+        told = None
         with self._watching(run_id) as news:
             yield ": connected\n\n"
             while not self._closed:
                 news.clear()
-                batch, place, is_there = await run_in_threadpool(self._after, run_id, place, read)
+                batch, place, state = await run_in_threadpool(self._after, run_id, place, read)
                 for message in batch:
                     yield message
-                if not is_there:
-                    yield f"event: deleted\nid: {place}\ndata: {{}}\n\n"
+                if state is None:
+                    yield _message("deleted", place, {})
                     return
+                if with_state and len(batch) < _BATCH and state != told:
+                    told = state
+                    yield _message("state", place, {"state": state})
                 if len(batch) < _BATCH and not await self._wait(news):
                     yield ": nothing new\n\n"
 
@@ -83,11 +92,12 @@ class Feed:
             return False
         return True
 
-    def _after(self, run_id: int, place: Place, read: Read[Place]) -> tuple[list[str], Place, bool]:
-        """The next messages, the place behind them, and whether the run is still there."""
+    def _after(self, run_id: int, place: Place, read: Read[Place]) -> tuple[list[str], Place, str | None]:
+        """The next messages, the place behind them, and the run's state; None once the run is gone."""
         with self._database.read() as session:
             found, place = read(session, run_id, place)
-            return found, place, session.get(Run, run_id) is not None
+            run = session.get(Run, run_id)
+            return found, place, run.state if run is not None else None
 
     @contextmanager
     def _watching(self, run_id: int) -> Iterator[asyncio.Event]:

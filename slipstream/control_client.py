@@ -48,7 +48,7 @@ class FeedMessage:
     """One message of a run's feed."""
 
     kind: str
-    """`event`, `metric`, `log` or `deleted`."""
+    """`event`, `metric`, `log`, `state` or `deleted`."""
     cursor: str
     """Where to go on after this message."""
     data: dict[str, Any]
@@ -153,7 +153,8 @@ class ControlClient:
     def log_feed(
         self, run: str, cursor: str = "", *, on_loss: OnLoss | None = None, patience: float = _PATIENCE_SECONDS
     ) -> Iterator[FeedMessage]:
-        """The lines that a run's training processes log; otherwise as `feed`."""
+        """The lines that a run's training processes log, and its state whenever all of them up to now are there;
+        otherwise as `feed`."""
         return self._follow(f"/v1/runs/{segment(run)}/logs:stream", cursor, on_loss, patience)
 
     def _follow(self, path: str, cursor: str, on_loss: OnLoss | None, patience: float) -> Iterator[FeedMessage]:

@@ -84,19 +84,20 @@ def stream_events(
     operation_id="stream_logs",
     response_class=StreamingResponse,
     responses=refusals(404, has_body=False)
-    | {200: {"content": {"text/event-stream": {}}, "description": "`log` messages"}},
+    | {200: {"content": {"text/event-stream": {}}, "description": "`log` and `state` messages"}},
 )
 def stream_logs(
     run: str, services: ServicesDep, cursor: StartCursor = "", last_event_id: LastEventId = "", tail: Tail = None
 ) -> StreamingResponse:
-    """Server-sent events: the lines after the cursor, or the last `tail`, then those that come."""
+    """Server-sent events: the lines after the cursor, or the last `tail`, then those that come, and between them the
+    run's state, each behind the last line that it was reported with."""
     place = last_event_id or cursor
     start = parse_line(place) if place else 0
     with services.database.read() as session:
         run_id = require_run(session, run).id
         if not place and tail is not None:
             start = logs.before_newest(session, run_id, tail)
-    return _stream(services.feed.messages(run_id, start, logs_after))
+    return _stream(services.feed.messages(run_id, start, logs_after, with_state=True))
 
 
 def _stream(messages: AsyncIterator[str]) -> StreamingResponse:

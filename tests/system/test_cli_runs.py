@@ -138,4 +138,7 @@ def test_watched_and_paused_over_a_restart_of_the_api(api: Api) -> None:
     assert watch.wait_exit() == 0
     shown = [line.split("/")[0] for line in watch.lines if line.startswith("step ")]
     assert [shown.count(f"step {step}") for step in range(1, 100)] == [1] * 99
-    assert [line for line in logs.lines if not line.startswith("connection")] == ["warmed up", "first step", "resumed"]
+    assert logs.wait_exit() == 0
+    said = [line for line in logs.lines if not line.startswith(("connection", "run demo is "))]
+    assert said == ["warmed up", "first step", "resumed"]
+    assert logs.lines[-1] == "run demo is SUCCEEDED: this is the end of its log"

@@ -1,4 +1,4 @@
-"""`slipstream run logs` and `slipstream run events`: what is there, and with -f what comes."""
+"""`slipstream run logs` and `slipstream run events`: what is there; with -f what comes, a log until its run rests."""
 
 import argparse
 import shlex
@@ -13,9 +13,11 @@ from slipstream.cli.runs.detach import detachable
 from slipstream.cli.runs.figures import event_words
 from slipstream.control_client import ControlClient, FeedMessage, segment
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.states import AT_REST, RunState
 
 _ALL = 10_000
 """The API keeps no more lines of a run."""
+_DELETED = "the run was deleted"
 _LEFT = "no longer following; run {} is not touched by that"
 
 
@@ -33,7 +35,7 @@ def logs(args: argparse.Namespace) -> int:
             show(line)
         if args.follow:
             cursor = str(lines[-1]["id"]) if lines else ""
-            _follow(client.log_feed(args.run, cursor, on_loss=say_lost), "log", show)
+            _follow_until_rest(client.log_feed(args.run, cursor, on_loss=say_lost), args.run, show)
         elif not lines and args.output == "text":
             print("nothing was logged yet", file=sys.stderr)
     if not args.follow:
@@ -79,9 +81,27 @@ def _events(client: ControlClient, run: str) -> Iterator[dict[str, Any]]:
     return client.listing(f"/v1/runs/{segment(run)}/events")
 
 
+def _follow_until_rest(feed: Iterator[FeedMessage], run: str, show: Callable[[Mapping[str, Any]], None]) -> None:
+    waits = False
+    for message in feed:
+        if message.kind == "log":
+            show(message.data)
+        elif message.kind == "deleted":
+            print(_DELETED, file=sys.stderr)
+        elif message.kind == "state":
+            state = message.data["state"]
+            if state in AT_REST:
+                print(f"run {run} is {state}: this is the end of its log", file=sys.stderr)
+                return
+            is_paused = state == RunState.PAUSED
+            if is_paused and not waits:
+                print(f"run {run} is PAUSED; its log goes on when it is resumed", file=sys.stderr)
+            waits = is_paused
+
+
 def _follow(feed: Iterator[FeedMessage], kind: str, show: Callable[[Mapping[str, Any]], None]) -> None:
     for message in feed:
         if message.kind == kind:
             show(message.data)
         elif message.kind == "deleted":
-            print("the run was deleted", file=sys.stderr)
+            print(_DELETED, file=sys.stderr)

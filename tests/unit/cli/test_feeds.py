@@ -254,6 +254,27 @@ def test_logs_are_followed(desk: Desk, start: Start) -> None:
     ]
 
 
+def test_logs_are_followed_until_the_run_rests(desk: Desk, start: Start) -> None:
+    assignment = desk.running()
+    log(desk, assignment, 0, "first")
+    logs = start("run", "logs", "demo", "-f")
+    logs.wait_for_line("^first$")
+    desk.verb("pause")
+    desk.beat(report=report(assignment, "PAUSED", logs={"first_line": 1, "lines": ["saved"]}))
+    logs.wait_for_line("^run demo is PAUSED; its log goes on when it is resumed$")
+    desk.verb("resume")
+    log(desk, assignment, 2, "resumed")
+    logs.wait_for_line("^resumed$")
+    last = [f"last {number}" for number in range(200)]
+    desk.beat(report=report(assignment, "SUCCEEDED", logs={"first_line": 3, "lines": last}))
+    assert logs.wait_exit() == 0
+    assert logs.lines[-1] == "run demo is SUCCEEDED: this is the end of its log"
+    assert [line for line in logs.lines if not line.startswith("run demo")] == ["first", "saved", "resumed", *last]
+    again = start("run", "logs", "demo", "-f", "--tail", "1")
+    assert again.wait_exit() == 0
+    assert again.lines == ["last 199", "run demo is SUCCEEDED: this is the end of its log"]
+
+
 def test_events(desk: Desk, slipstream: Command) -> None:
     assignment = desk.running()
     ended = {"child": 1, "message": "It was killed.", "will_restart": True}

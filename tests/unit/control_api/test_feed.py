@@ -157,6 +157,7 @@ def test_lines_of_the_log_as_they_come(database: Database, run_id: int, address:
     seen = [stream.next() for _ in range(450)]
     assert {one["event"] for one in seen} == {"log"}
     assert [one["data"]["text"] for one in seen] == [str(number) for number in range(450)]
+    assert stream.next() == {"event": "state", "id": seen[-1]["id"], "data": {"state": "PENDING"}}
     with database.write() as session:
         logs.append(session, session.merge(assignment), first_line=450, lines=["fresh"])
     assert stream.next()["data"] | {"id": 0} == {"id": 0, "attempt": 1, "number": 450, "text": "fresh"}
@@ -170,6 +171,7 @@ def test_lines_of_the_log_as_they_come(database: Database, run_id: int, address:
         assert [stream.next()["data"]["number"] for _ in numbers] == numbers
         stream.close()
     stream = Stream(address, "?tail=0", kind="logs")
+    assert stream.next()["event"] == "state"
     with database.write() as session:
         row = runs.find(session, "demo")
         assert row is not None
