@@ -36,3 +36,9 @@ def test_what_exists_or_has_a_slash_is_a_path(tmp_path: Path, monkeypatch: pytes
     (tmp_path / name).touch()
     assert find_recipe(name) == Path(name)
     assert find_recipe("./missing") == Path("./missing")
+
+
+def test_every_recipe_says_what_was_measured_with_it() -> None:
+    for name in recipe_names():
+        head = recipe_path(name).read_text(encoding="utf-8").partition("\nname = ")[0]
+        assert "# Measured: " in head, name
