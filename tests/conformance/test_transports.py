@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.run_spec.reasons import Reason
+from slipstream.wire.arena import remove_stale_segments
 from slipstream.wire.channel import TargetClient
 from slipstream.wire.transports import GrpcReader, PayloadReader, PayloadRef, SharedMemoryReader
-from tests.fakes.payload_server import PayloadServer
+from tests.fakes.payload_server import PayloadServer, start_payload_server
 
 MEBIBYTE = 2**20
 KILLED_READER = """
@@ -61,6 +63,10 @@ class Harness:
         if self.transport == "grpc":
             self.server.on_chunk = lambda chunk: act() if chunk == 2 else None
             return
+        self.in_the_middle_of_a_copy(act)
+
+    def in_the_middle_of_a_copy(self, act: Callable[[], object]) -> None:
+        """As before, of a reader of shared memory, whoever serves it."""
         copy = np.copyto
 
         def slow_copy(destination: Any, source: Any) -> None:
@@ -206,6 +212,36 @@ def test_reader_killed_in_a_read_harms_nobody(harness: Harness) -> None:
     assert_same(reader.read(PayloadRef.of_lease(lease), ["x"]), tensors)
     again = pack_tensors()
     assert_same(reader.read(PayloadRef.of_lease(harness.server.put(0, again)), list(again)), again)
+
+
+def test_server_killed_in_a_read(harness: Harness, tmp_path: Path) -> None:
+    """Shared memory outlives its server; a stream waits for it to come back as long as the lease would have run."""
+    process = start_payload_server(tmp_path, 32 * MEBIBYTE)
+    assert process.stdout is not None
+    address, lease, host_id = process.stdout.readline().split()
+    ref = PayloadRef.of_lease(batch_pb2.Lease.FromString(bytes.fromhex(lease)))
+    assert ref.time_to_live == 1.0
+
+    def kill() -> None:
+        process.kill()
+        process.communicate(timeout=30)
+
+    if harness.transport == "shm":
+        harness.in_the_middle_of_a_copy(kill)
+        reader = SharedMemoryReader(bytes.fromhex(host_id).decode())
+        assert_same(reader.read(ref, ["x"]), {"x": torch.arange(32 * MEBIBYTE, dtype=torch.uint8)})
+        assert process.poll() is not None
+        reader.close()
+        remove_stale_segments(tmp_path)
+        return
+    with TargetClient(address) as client, ThreadPoolExecutor(1) as pool:
+        read = pool.submit(GrpcReader(client.channel).read, ref, ["x"])
+        assert process.stdout.readline() == "stalled\n"
+        kill()
+        with pytest.raises(SlipstreamError, match="away for longer than the lease of 1 s") as caught:
+            read.result(timeout=30)
+    assert caught.value.reason is Reason.LEASE_LOST
+    remove_stale_segments(tmp_path)
 
 
 def test_manifest_that_reaches_beyond_the_payload(harness: Harness) -> None:
