@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import ArrayLength, read_gguf_header
+from slipstream.plan.hub_reach import why_unreachable
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -176,18 +177,27 @@ def _sizes_of_file(path: Path) -> TargetSizes:
 
 def _config_of_hub(spec: TargetSpec) -> Path:
     # A third of a second, and only for hub names.
-    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
     try:
         # Without asking: with no network, the client would try for half a minute before it looks there.
         cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(spec.model, CONFIG, revision=spec.revision))
+        if isinstance(cached, str):
+            return Path(cached)
+        why = None if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
+        if why is not None:
+            raise _not_to_be_had(spec, f"{constants.ENDPOINT} cannot be reached: {why}")
+        return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
     except (OSError, errors.HFValidationError, errors.HfHubHTTPError) as error:
-        raise model_error(
-            f"target.model {spec.model!r} is no path on this disk, and its {CONFIG} is neither in the hub cache nor to "
-            f"be had ({type(error).__name__}).",
-            f"Name a config.json, a .gguf file or a model directory with --target-config, or give numbers: {_EXAMPLE}",
-        ) from error
+        raise _not_to_be_had(spec, type(error).__name__) from error
+
+
+def _not_to_be_had(spec: TargetSpec, why: str) -> SlipstreamError:
+    return model_error(
+        f"target.model {spec.model!r} is no path on this disk, and its {CONFIG} is neither in the hub cache nor to be "
+        f"had ({why}).",
+        f"Name a config.json, a .gguf file or a model directory with --target-config, or give numbers: {_EXAMPLE}",
+    )
 
 
 def _numbers_error(message: str) -> SlipstreamError:

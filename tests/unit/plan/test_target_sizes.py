@@ -1,6 +1,7 @@
 """Sizes of a target from config.json, GGUF and numbers; what is missing or broken is named."""
 
 import json
+import socket
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
 from slipstream.plan.gpus import GPUS, assumed_share, gpu_named
+from slipstream.plan.hub_reach import why_unreachable
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.plan.target_sizes import sizes_of_config, target_sizes
 from slipstream.run_spec.reasons import Reason
@@ -99,6 +101,27 @@ def test_a_hub_name_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(SlipstreamError) as refused:
         target_sizes(NAMELESS)
     assert "nobody/nothing" in refused.value.message and "--target-config" in refused.value.remedy
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert why_unreachable(address, 60.0) is None
+    assert why_unreachable("http://127.0.0.1:1", 60.0) == "Connection refused"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(SlipstreamError, match=r"http://127\.0\.0\.1:1 cannot be reached: Connection refused"):
+        target_sizes(NAMELESS)
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:2")
+    assert why_unreachable("http://hub.invalid") is None, "the proxy knows"
 
 
 def test_what_the_hub_cache_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
