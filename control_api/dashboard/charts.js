@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, setText } from "./dom.js";
 import { compact, integer, measure, percent, rate } from "./format.js";
-import { trailingMean } from "./series.js";
+import { newestSoFar, trailingMean } from "./series.js";
 
 export const SMOOTH_WIDTH = 20;
 const HEIGHT = 210;
@@ -12,7 +12,25 @@ const FEWEST_STEPS_SHOWN = 10;
 const column = (name) => (series) => series.columns[name];
 const smooth = (name) => (series) => trailingMean(series.columns[name], SMOOTH_WIDTH);
 
-/** What is drawn: title, remark, and the curves with their axis (`left` or `right`). */
+const SOURCE_COLORS = ["--curve-1", "--curve-3", "--curve-5", "--curve-4"];
+
+/** All sources together, then each; by the newest measurement so far. */
+const heldoutCurves = (series) => [
+  { label: "all", read: (from) => newestSoFar(from.columns.heldout), color: "--curve-2", axis: "left", show: measure },
+  ...[...series.sources.keys()].sort().map((source, index) => ({
+    label: source,
+    read: (from) => newestSoFar(from.sources.get(source)),
+    color: SOURCE_COLORS[index % SOURCE_COLORS.length],
+    thin: true,
+    axis: "left",
+    show: measure,
+  })),
+];
+
+/**
+ * What is drawn: title, remark, and the curves with their axis (`left` or `right`). Where curves depend on what was
+ * measured they are a function of the series, and the chart is hidden until `has` says that there is something.
+ */
 export const CHARTS = [
   {
     id: "loss",
@@ -31,6 +49,13 @@ export const CHARTS = [
       { label: "step", read: column("accepted"), color: "--curve-2", faint: true, axis: "left", show: measure },
       { label: `mean of ${SMOOTH_WIDTH}`, read: smooth("accepted"), color: "--curve-2", axis: "left", show: measure },
     ],
+  },
+  {
+    id: "heldout",
+    title: "Held-out accepted length",
+    remark: "tokens per target pass, walked on the target's own text",
+    curves: heldoutCurves,
+    has: (series) => series.sources.size > 0,
   },
   {
     id: "optimizer",
@@ -98,43 +123,56 @@ export class ChartGroup {
 
 class Chart {
   #definition;
+  #curves = [];
   #onZoom;
   #plot = null;
   #zoom = null;
   #series = null;
-  #readout;
-  #values;
+  #readout = h("span", { class: "readout-step" });
+  #legend = h("p", { class: "readout" });
+  #values = [];
   #width = 400; // until the observer has measured it
 
   constructor(definition, onZoom) {
     this.#definition = definition;
     this.#onZoom = onZoom;
-    this.#values = definition.curves.map((curve) => h("b", { class: "value" }));
-    this.#readout = h("span", { class: "readout-step" });
-    const legend = definition.curves.map((curve, index) =>
-      h("span", { class: "legend" }, h("i", { class: `swatch ${curve.color.slice(2)}${curve.faint ? " faint" : ""}` }),
-        curve.label, " ", this.#values[index]));
     this.plotNode = h("div", {
       class: "plot", tabindex: "0", role: "img",
       onkeydown: (event) => this.#moveCrosshair(event), onblur: () => this.#showLast(),
     });
     this.node = h("figure", { class: "chart card", id: `chart-${definition.id}` },
       h("figcaption", {}, h("h3", {}, definition.title), h("p", { class: "remark" }, definition.remark),
-        h("p", { class: "readout" }, this.#readout, ...legend)),
+        this.#legend),
       this.plotNode);
+  }
+
+  #curvesOf(series) {
+    const { curves } = this.#definition;
+    return typeof curves === "function" ? curves(series) : curves;
+  }
+
+  #layLegend() {
+    this.#values = this.#curves.map(() => h("b", { class: "value" }));
+    this.#legend.replaceChildren(this.#readout, ...this.#curves.map((curve, index) =>
+      h("span", { class: "legend" }, h("i", { class: `swatch ${curve.color.slice(2)}${curve.faint ? " faint" : ""}` }),
+        curve.label, " ", this.#values[index])));
   }
 
   rebuild(series) {
     this.destroy();
     this.#series = series;
+    this.#curves = this.#curvesOf(series);
+    this.#layLegend();
     this.plotNode.replaceChildren();
     this.#plot = new uPlot(this.#options(this.#width), this.#data(series), this.plotNode);
     this.draw(series, this.#zoom);
   }
 
   draw(series, zoom) {
-    this.#series = series;
+    this.node.hidden = this.#definition.has?.(series) === false;
     this.#zoom = zoom;
+    if (this.#curvesOf(series).length !== this.#curves.length) return this.rebuild(series);
+    this.#series = series;
     const [first, last] = [series.steps[0] ?? 0, series.steps.at(-1) ?? 0];
     const range = zoom ?? { min: first, max: Math.max(last, first + FEWEST_STEPS_SHOWN) };
     this.#plot.batch(() => {
@@ -159,7 +197,7 @@ class Chart {
   }
 
   #data(series) {
-    return [series.steps, ...this.#definition.curves.map((curve) => curve.read(series))];
+    return [series.steps, ...this.#curves.map((curve) => curve.read(series))];
   }
 
   #options(width) {
@@ -169,7 +207,7 @@ class Chart {
     const axis = { stroke: color("--text-quiet"), font: `11px ${style.fontFamily}`, grid, ticks: { show: false } };
     const numbers = (curve) => (_plot, splits) => splits.map(curve.share ? (value) => percent(value) : compact);
     const sides = ["left", "right"].flatMap((side) => {
-      const curve = this.#definition.curves.find((one) => one.axis === side);
+      const curve = this.#curves.find((one) => one.axis === side);
       if (!curve) return [];
       const own = { ...axis, scale: side, size: 52, gap: 4, values: numbers(curve) };
       return [side === "left" ? own : { ...own, side: 1, grid: { show: false } }];
@@ -177,11 +215,11 @@ class Chart {
     return {
       width,
       height: HEIGHT,
-      padding: [8, this.#definition.curves.some((one) => one.axis === "right") ? 0 : 22, 0, 0],
+      padding: [8, this.#curves.some((one) => one.axis === "right") ? 0 : 22, 0, 0],
       legend: { show: false },
       scales: { x: { time: false }, ...this.#scales() },
       axes: [{ ...axis, size: 26, gap: 4, values: (_plot, splits) => splits.map(wholeStep) }, ...sides],
-      series: [{}, ...this.#definition.curves.map((curve) => ({
+      series: [{}, ...this.#curves.map((curve) => ({
         label: curve.label,
         scale: curve.axis,
         stroke: color(curve.faint ? `${curve.color}-faint` : curve.color),
@@ -204,7 +242,7 @@ class Chart {
 
   #scales() {
     const scales = {};
-    for (const curve of this.#definition.curves) {
+    for (const curve of this.#curves) {
       if (curve.share) scales[curve.axis] = { range: [0, 1] };
       else if (curve.fromZero) scales[curve.axis] = { range: (_plot, _low, high) => [0, (high || 1) * 1.1] };
       else scales[curve.axis] = { range: (_plot, low, high) => padded(low, high) };
@@ -245,9 +283,9 @@ class Chart {
     if (!this.#plot || !this.#series) return;
     const row = index ?? this.#series.length - 1;
     setText(this.#readout, row >= 0 ? `step ${integer(this.#series.steps[row])}` : "");
-    const shown = this.#definition.curves.map((curve, number) => curve.show(this.#plot.data[number + 1][row]));
+    const shown = this.#curves.map((curve, number) => curve.show(this.#plot.data[number + 1][row]));
     shown.forEach((text, number) => setText(this.#values[number], text));
-    const spoken = this.#definition.curves.map((curve, number) => `${curve.label} ${shown[number]}`).join(", ");
+    const spoken = this.#curves.map((curve, number) => `${curve.label} ${shown[number]}`).join(", ");
     this.plotNode.setAttribute("aria-label", row >= 0
       ? `${this.#definition.title} over steps. At step ${this.#series.steps[row]}: ${spoken}. Arrow keys move the crosshair.`
       : `${this.#definition.title} over steps: no step yet.`);

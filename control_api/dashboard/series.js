@@ -7,6 +7,7 @@ const FIELDS = {
   gradientNorm: (record) => record.gradient_norm,
   tokensPerSecond: (record) => record.tokens_per_second,
   dataWait: (record) => share(record.data_wait_seconds, record.seconds),
+  heldout: (record) => record.heldout_accepted_length,
 };
 
 const plusOne = (value) => (typeof value === "number" ? value + 1 : null);
@@ -17,6 +18,8 @@ export class MetricSeries {
   /** Steps trained once the row's step was done: 1 for step 0. */
   steps = [];
   columns = Object.fromEntries(Object.keys(FIELDS).map((name) => [name, []]));
+  /** Held-out accepted length by source of the prompts: a column for each that has been measured. */
+  sources = new Map();
   #rows = new Map();
   #notApplied = new Set();
 
@@ -39,6 +42,11 @@ export class MetricSeries {
       const value = read(record);
       this.columns[name][row] = typeof value === "number" ? value : null;
     }
+    const measured = record.heldout_sources ?? {};
+    for (const source of Object.keys(measured)) {
+      if (!this.sources.has(source)) this.sources.set(source, new Array(this.length).fill(null));
+    }
+    for (const [source, column] of this.sources) column[row] = measured[source]?.accepted_length ?? null;
     if (record.applied === false) this.#notApplied.add(place);
     else this.#notApplied.delete(place);
   }
@@ -47,11 +55,17 @@ export class MetricSeries {
     let row = this.length;
     while (row > 0 && this.steps[row - 1] > place) row -= 1;
     this.steps.splice(row, 0, place);
-    for (const column of Object.values(this.columns)) column.splice(row, 0, null);
+    for (const column of [...Object.values(this.columns), ...this.sources.values()]) column.splice(row, 0, null);
     if (row === this.length - 1) this.#rows.set(place, row);
     else this.#rows = new Map(this.steps.map((step, index) => [step, index]));
     return row;
   }
+}
+
+/** At each row the last number so far; null before the first. */
+export function newestSoFar(column) {
+  let newest = null;
+  return column.map((value) => (newest = value ?? newest));
 }
 
 /** Mean of the last `width` numbers up to each row; null until there are that many. */

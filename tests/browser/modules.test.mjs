@@ -5,7 +5,7 @@ import test from "node:test";
 
 import { MessageParser } from "./dashboard/feed.js";
 import { ago, compact, duration, integer, measure, percent } from "./dashboard/format.js";
-import { MetricSeries, trailingMean } from "./dashboard/series.js";
+import { MetricSeries, newestSoFar, trailingMean } from "./dashboard/series.js";
 
 const record = (step, loss, more = {}) => ({
   step,
@@ -43,6 +43,20 @@ test("derived columns", () => {
   series.add(record(1, 1, { mean_matched_prefix_with_bonus: 2.25, seconds: 0 }));
   assert.deepEqual(series.columns.accepted, [1.5, 2.25]);
   assert.deepEqual(series.columns.dataWait, [0.25, null]);
+});
+
+test("what was held out is known by source, from its measurement on", () => {
+  const series = new MetricSeries();
+  const measured = (all, news) => ({ heldout_accepted_length: all, heldout_sources: { news: { accepted_length: news } } });
+  series.add(record(0, 1));
+  series.add(record(2, 1, measured(1.5, 1.25)));
+  series.add(record(1, 1));
+  series.add(record(3, 1, { heldout_accepted_length: null, heldout_sources: null }));
+  assert.deepEqual(series.columns.heldout, [null, null, 1.5, null]);
+  assert.deepEqual([...series.sources], [["news", [null, null, 1.25, null]]]);
+  assert.deepEqual(newestSoFar(series.sources.get("news")), [null, null, 1.25, 1.25]);
+  series.add(record(2, 1)); // trained again, and stopped before it was measured
+  assert.deepEqual(newestSoFar(series.columns.heldout), [null, null, null, null]);
 });
 
 test("ten thousand steps, each trained twice, take no time", () => {
