@@ -7,6 +7,7 @@ that were computed beside it. Everything here works on slots, the bytes that tra
 
 import hashlib
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,7 @@ class StateCache:
         self.documents_found = 0
         self.documents_missing = 0
         self._too_large: set[str] = set()
-        """Streams with packs that are larger than the budget."""
+        """Streams with packs that are larger than the budget, of which the log knows."""
         self._reported: tuple[int, ...] = ()
         self.writer = StateWriter(store, self._report)
         log_event(
@@ -108,11 +109,10 @@ class StateCache:
         """
         if self._is_too_large(stream, rows):
             return None
-        everything = range(len(pack.document_lengths))
+        documents = len(pack.document_lengths)
         with self._store.reading({row.key: row.size for row in rows}) as places:
             missing = {row.document for row in rows if row.key not in places}
-            wanted = not missing or (self._target.computes_documents and len(missing) < len(everything))
-            if wanted:
+            if self._is_useful(missing, documents):
                 slot = stream.arena.slot(slot_index)
                 stream.arena.begin_write(slot_index)
                 for row in rows:
@@ -120,14 +120,13 @@ class StateCache:
                         missing.add(row.document)
                 _write_rest(stream, slot_index, pack)
                 stream.arena.end_write(slot_index)
-        self.documents_found += len(everything) - len(missing)
+        self.documents_found += documents - len(missing)
         self.documents_missing += len(missing)
-        useful = not missing or (self._target.computes_documents and len(missing) < len(everything))
-        return tuple(sorted(missing)) if useful else None
+        return tuple(sorted(missing)) if self._is_useful(missing, documents) else None
 
     def keep(self, stream: ComputedStream, slot_index: int, rows: list[StateRows]) -> None:
         """Copy the states out that the disk lacks; the slot is complete. Never waits for the disk."""
-        if stream.name in self._too_large:
+        if self._is_too_large(stream, rows):
             return
         lacking = {row.key: row for row in rows if row.key not in self._store}
         if lacking:
@@ -143,10 +142,14 @@ class StateCache:
         identity = f"{_KEY_FORMAT} {self._target.fingerprint} {dtype} {layer} ".encode()
         return hashlib.blake2b(identity + document, digest_size=KEY_BYTES).digest()
 
+    def _is_useful(self, missing: Collection[int], documents: int) -> bool:
+        """Whether what is there saves work: all of the pack or, where a part can be computed, any of it."""
+        return not missing or (self._target.computes_documents and len(missing) < documents)
+
     def _is_too_large(self, stream: ComputedStream, rows: list[StateRows]) -> bool:
         needed = sum(row.size for row in rows)
         if needed <= self._store.budget_bytes:
-            return stream.name in self._too_large
+            return False
         if stream.name not in self._too_large:
             self._too_large.add(stream.name)
             refusal = too_small(self._store.budget_bytes, needed)

@@ -19,8 +19,8 @@ class CachedQueue:
         self._cache = cache
         self.throughput: Throughput | None = None
         """Hears of the packs that no engine computes."""
-        self._computed: dict[tuple[str, int, int], list[StateRows]] = {}
-        """Rows of the packs that engines are at, by stream, number and slot."""
+        self._computed: dict[tuple[str, int, int], tuple[ComputedStream, list[StateRows]]] = {}
+        """What engines are at, by stream, number and slot: the stream as it was then, and the pack's rows."""
 
     def next_work(self, max_wait: float = float("inf")) -> Work | None:
         """As WorkQueue, of packs that must be computed; None also where one was published instead, unless the caller
@@ -37,9 +37,10 @@ class CachedQueue:
 
     def publish(self, work: Work, facts: PackFacts) -> None:
         """As WorkQueue; what was computed is offered to the disk."""
-        rows = self._computed.pop(_place(work), None)
-        if rows is not None:
-            self._cache.keep(self._catalog.get(work.stream), work.slot.index, rows)
+        computed = self._computed.pop(_place(work), None)
+        if computed is not None:
+            stream, rows = computed
+            self._cache.keep(stream, work.slot.index, rows)
         self._queue.publish(work, facts)
 
     def quarantine(self, work: Work, document_names: tuple[str, ...], why: str = NOT_FINITE) -> None:
@@ -65,7 +66,7 @@ class CachedQueue:
         if missing == ():
             self._publish(work, stream, pack)
             return None
-        self._computed[_place(work)] = rows
+        self._computed[_place(work)] = stream, rows
         return replace(work, documents=missing)
 
     def _publish(self, work: Work, stream: ComputedStream, pack: Pack) -> None:
