@@ -3,8 +3,7 @@
     python -m tests.fakes.forked_engines DIRECTORY FAMILY …
 
 makes a tiny target of each family, speaks to two engines and to one of two ranks as the server does, compares what they
-compute with transformers' own for each document alone, and prints a line of JSON a family. The process that forks has no
-other threads.
+compute with transformers' own for each document alone, and prints a line of JSON a family. This process has one thread.
 """
 
 import json
