@@ -14,8 +14,7 @@ import time
 from collections import deque
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from slipstream.wire.codec import PayloadLayout, plan_layout
 from slipstream.wire.page_lock import lock_pages, unlock_pages
 from slipstream.wire.transports import PayloadRef, SharedMemoryReader
 from target_server.slot_writer import SlotWrite, SlotWriter
-from target_server.stream import Stream
 
 NUM_SLOTS = 8
 LEAST_PACKS = 4 * NUM_SLOTS
@@ -72,30 +70,28 @@ def layout_of(pack_mib: int) -> PayloadLayout:
 
 
 class Writer:
-    """The target's end; it owns the ring."""
+    """The target's end; it owns the ring, and is what a SlotWriter writes into."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._device = torch.device(args.device)
-        self._layout = layout_of(args.pack_mib)
-        self._arena = PayloadArena.create(NUM_SLOTS, self._layout.size_bytes, directory=shared_memory_directory())
-        self.page_locked = self._device.type == "cuda" and lock_pages(self._arena.slots(), effect="see the result")
+        self.layout = layout_of(args.pack_mib)
+        self.arena = PayloadArena.create(NUM_SLOTS, self.layout.size_bytes, directory=shared_memory_directory())
+        self.page_locked = self._device.type == "cuda" and lock_pages(self.arena.slots(), effect="see the result")
         self._writer = SlotWriter(self._device)
         states = {
             spec.name: torch.full(tuple(spec.shape), VALUE, dtype=torch.bfloat16, device=self._device)
-            for spec in self._layout.specs
+            for spec in self.layout.specs
         }
         # The search for NaN is a trifle for a GPU. A CPU takes as long as for the copy, and copies are measured here.
         self._tensors = (states, {ROW: states.pop(ROW)}) if self._device.type == "cpu" else ({}, states)
-        # What the writer of slots looks at.
-        self._stream = cast(Stream, SimpleNamespace(arena=self._arena, layout=self._layout))
         for slot in range(NUM_SLOTS):
-            self._writer.begin(self._stream, slot, *self._tensors).finish()
-        self.plain = PlainCopies(self._device, self._layout.size_bytes, to_device=False)
+            self._writer.begin(self, slot, *self._tensors).finish()
+        self.plain = PlainCopies(self._device, self.layout.size_bytes, to_device=False)
         with Listener(str(args.socket), "AF_UNIX") as listener:
             reply({"listening": True})
             self.other = listener.accept()
         for slot in range(NUM_SLOTS):
-            location = self._arena.location(slot)
+            location = self.arena.location(slot)
             assert location is not None, "the ring lies in shared memory"
             self.other.send_bytes(location.SerializeToString())
 
@@ -105,7 +101,7 @@ class Writer:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or packs < LEAST_PACKS:
             if free:
-                writes.append(self._writer.begin(self._stream, free.popleft(), *self._tensors))
+                writes.append(self._writer.begin(self, free.popleft(), *self._tensors))
             # On a GPU one write is under way while the next is launched.
             while len(writes) > (1 if free and self._device.type == "cuda" else 0):
                 self._publish(writes.popleft())
@@ -121,12 +117,12 @@ class Writer:
     def _publish(self, write: SlotWrite) -> None:
         assert write.finish(), "hidden states are not finite"
         slot = write.slot_index
-        self.other.send_bytes(_FULL.pack(slot, self._arena.generation(slot)))
+        self.other.send_bytes(_FULL.pack(slot, self.arena.generation(slot)))
 
     def close(self) -> None:
         self.other.close()
-        unlock_pages(self._arena.slots())
-        self._arena.close()
+        unlock_pages(self.arena.slots())
+        self.arena.close()
 
 
 class Reader:
