@@ -40,6 +40,34 @@ def disk_errors_in_words(path: Path, *, flag: str, when_full: str = "Free some s
         ) from error
 
 
+def require_place(path: Path, *, flag: str, directory: bool = False) -> None:
+    """Refuse what could not be written once the work is done, before it begins. Nothing is made.
+
+    Args:
+        path: a file, that may be there and is replaced then.
+        flag: of the command line, that names it.
+        directory: it is to be a directory instead, that may be there.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED.
+    """
+    if path.exists() and path.is_dir() != directory:
+        problem = f"{path} is {'a file, expected a directory' if directory else 'a directory, expected a file'}"
+    elif path.exists() and not os.access(path, os.W_OK):
+        problem = f"{path} may not be written by this user"
+    elif not path.exists() and not path.absolute().parent.is_dir():
+        problem = f"there is no directory {path.absolute().parent} for {path.name}"
+    elif not path.exists() and not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        problem = f"{path.absolute().parent} may not be written by this user"
+    else:
+        return
+    raise SlipstreamError(
+        f"{flag}: {problem}",
+        reason=Reason.PATH_NOT_ALLOWED,
+        remedy=f"Make the directory first, or give another place with {flag}.",
+    )
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text` so that a reader, or a crash, sees either the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

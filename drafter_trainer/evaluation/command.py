@@ -14,6 +14,7 @@ from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_s
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
 from slipstream.child_processes import sigterm_as_exit
+from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import load_prompts
 from slipstream.run_spec.reasons import Reason
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="compile the target's layers and the drafter; takes a minute, pays for many prompts (default: no)",
     )
-    parser.add_argument("--output", type=Path, help="write the report as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
     )
@@ -107,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts; returns the report."""
     # What may be refused at once comes before torch, whose import takes many seconds.
+    if args.output:
+        require_place(args.output, flag="--output")
+    if args.report:
+        require_place(args.report, flag="--report", directory=True)
     directory, spec, fingerprint = open_drafter_directory(find_checkpoint(args.checkpoint), args.target_model)
     prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
 

@@ -125,7 +125,6 @@ def write_text(path: Path, text: str) -> None:
         SlipstreamError: PATH_NOT_ALLOWED, the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SlipstreamError(

@@ -16,6 +16,7 @@ from drafter_trainer.evaluation.report import (
 from drafter_trainer.evaluation.samples import BONUS, DRAFT, FIRST
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from drafter_trainer.evaluation.svg_plots import bar_plot, line_plot
+from slipstream.disk import disk_errors_in_words
 
 COLUMNS = ("setting", "decoding", "source", "prompts", "tokens", "accepted length", "tokens/s", "speed vs plain")
 MEANING = {
@@ -43,6 +44,8 @@ def write_pages(directory: Path, report: dict[str, Any]) -> None:
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, a file cannot be written.
     """
+    with disk_errors_in_words(directory, flag="--report"):
+        directory.mkdir(exist_ok=True)
     write_text(directory / "eval.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
     write_text(directory / "eval.md", to_markdown(report))
     write_text(directory / "eval.html", to_html(report))

@@ -46,12 +46,12 @@ def evaluate(processes: Processes, run: Path, *arguments: str | Path) -> Managed
 def test_several_processes_and_the_untrained_drafter(
     processes: Processes, trained: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "deep" / "eval.json"
+    output = tmp_path / "eval.json"
     evaluation = evaluate(
         *(processes, trained, "--prompts", prompts, "--jobs", "2", "--compare-untrained"),
         *("--max-new-tokens", "10", "--output", output),
     )
-    assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
+    assert evaluation.wait_exit(timeout=120) == 0, evaluation.output
     assert "Target verified" in evaluation.output and "Lossless" in evaluation.output
     assert " decoded prompts=3/3" in evaluation.output, "no terminal: a line, no bar"
     report = json.loads(output.read_text())
@@ -74,7 +74,7 @@ def test_several_batch_sizes_and_temperatures(
         *(processes, trained, "--prompts", prompts, "--batch-sizes", "1,2", "--temperatures", "0,1"),
         *("--max-new-tokens", "10", "--output", output, "--jobs", "2", "--report", tmp_path / "pages"),
     )
-    assert evaluation.wait_exit(timeout=90) == 0, evaluation.output
+    assert evaluation.wait_exit(timeout=120) == 0, evaluation.output
     assert "one process decodes" in evaluation.output and " decoded prompts=12/12" in evaluation.output
     assert "batch 2, greedy: Lossless" in evaluation.output
     report = json.loads(output.read_text())
@@ -94,7 +94,7 @@ def test_several_batch_sizes_and_temperatures(
 
 def test_graphs_without_a_gpu_are_refused(processes: Processes, trained: Path, prompts: Path) -> None:
     evaluation = evaluate(processes, trained, "--prompts", prompts, "--graphs")
-    assert evaluation.wait_exit(timeout=60) != 0
+    assert evaluation.wait_exit(timeout=120) != 0
     assert "--graphs needs a CUDA device" in evaluation.output and "Traceback" not in evaluation.output
 
 
@@ -113,13 +113,11 @@ def test_another_target_is_refused_unless_it_is_meant(
         tmp_path / "other",
     )
     refused = evaluate(processes, trained, *arguments)
-    assert refused.wait_exit(timeout=60) == 8, refused.output
+    assert refused.wait_exit(timeout=120) == 8, refused.output
     assert "not the one that the drafter was trained for" in refused.output and "Traceback" not in refused.output
-    meant = evaluate(processes, trained, *arguments, "--allow-other-target", "--output", tmp_path)
-    # The report cannot be written over a directory; the table was printed before.
-    assert meant.wait_exit(timeout=60) == 3, meant.output
-    assert "Target not verified" in meant.output and "report cannot be written" in meant.output
-    assert "Traceback" not in meant.output
+    meant = evaluate(processes, trained, *arguments, "--allow-other-target")
+    assert meant.wait_exit(timeout=120) == 0, meant.output
+    assert "Target not verified" in meant.output
 
 
 @pytest.mark.parametrize(
@@ -129,13 +127,14 @@ def test_another_target_is_refused_unless_it_is_meant(
         (".", None, 11, "holds no checkpoint"),
         ("{trained}", None, 2, "there are no prompts: the run has no eval.prompts"),
         ("{trained}", "nowhere.jsonl", 3, "nowhere.jsonl cannot be read"),
+        ("{trained}", "nowhere.jsonl --output no/where.json", 3, "--output: there is no directory "),
     ],
 )
 def test_refused_before_torch_is_imported(
     trained: Path, tmp_path: Path, checkpoint: str, prompts: str | None, status: int, words: str
 ) -> None:
     code = "import sys\nfrom drafter_trainer.cli import main\nprint(main(sys.argv[1:]), 'torch' in sys.modules)"
-    flags = ["--prompts", prompts] if prompts else []
+    flags = ["--prompts", *prompts.split()] if prompts else []
     finished = subprocess.run(
         [sys.executable, "-P", "-c", code, "eval", checkpoint.format(trained=trained), *flags],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -147,7 +146,7 @@ def test_refused_before_torch_is_imported(
 
 def test_missing_prompts_are_refused(processes: Processes, trained: Path) -> None:
     evaluation = evaluate(processes, trained, "--prompts", "nowhere.jsonl")
-    assert evaluation.wait_exit(timeout=60) == 3
+    assert evaluation.wait_exit(timeout=120) == 3
     assert "nowhere.jsonl" in evaluation.output and "Traceback" not in evaluation.output
 
 
@@ -169,7 +168,7 @@ def test_sigterm_leaves_no_process(processes: Processes, trained: Path, tmp_path
     evaluation.wait_for_line(r" decoding .*processes=2", timeout=60)
     assert len([command for command in survivors(evaluation.pid, seconds=0.0) if "spawn_main" in command]) == 2
     evaluation.terminate()
-    assert evaluation.wait_exit(timeout=60) == 143, evaluation.output
+    assert evaluation.wait_exit(timeout=120) == 143, evaluation.output
     assert not survivors(evaluation.pid)
 
 

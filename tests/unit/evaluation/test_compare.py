@@ -55,8 +55,8 @@ def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTar
 
 def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedTarget, tmp_path: Path) -> None:
     comparison = decode_all(tiny_target, prompts("math", "code"), 6)
-    write_report(tmp_path / "out" / "eval.json", to_dict({Setting(): comparison}, SETTINGS))
-    report = json.loads((tmp_path / "out" / "eval.json").read_text())
+    write_report(tmp_path / "eval.json", to_dict({Setting(): comparison}, SETTINGS))
+    report = json.loads((tmp_path / "eval.json").read_text())
     rows = report["results"]["trained"]
     assert rows["all"]["rounds"] == rows["math"]["rounds"] + rows["code"]["rounds"]
     assert len(rows["all"]["acceptance_by_position"]) == 3

@@ -114,9 +114,9 @@ def test_markdown_has_a_row_for_every_source_and_quotes_answers(report: dict[str
 
 
 def test_three_files_are_written(report: dict[str, Any], tmp_path: Path) -> None:
-    write_pages(tmp_path / "deep", report)
-    assert {path.name for path in (tmp_path / "deep").iterdir()} == {"eval.json", "eval.md", "eval.html"}
-    assert to_html(json.loads((tmp_path / "deep" / "eval.json").read_text())) == to_html(report)
+    write_pages(tmp_path / "pages", report)
+    assert {path.name for path in (tmp_path / "pages").iterdir()} == {"eval.json", "eval.md", "eval.html"}
+    assert to_html(json.loads((tmp_path / "pages" / "eval.json").read_text())) == to_html(report)
 
 
 def test_sampled_outputs_are_not_compared(report: dict[str, Any]) -> None:
