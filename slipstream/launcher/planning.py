@@ -44,6 +44,7 @@ class Wanted:
     target_listen: str | None = None
     trainers: int | None = None
     target_device: str | None = None
+    """One, or several with commas between them: the target has an engine on each."""
     trainer_devices: tuple[str, ...] = ()
     no_target: bool = False
     data_roots: tuple[Path, ...] = ()
@@ -129,7 +130,7 @@ def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
     """Who computes where.
 
     On a CPU both share the cores: more threads than cores would make each wait for the other. One GPU is shared too;
-    of several, the first is the target's and each other one has a trainer.
+    of several, the first, or those that are named, are the target's and each other one has a trainer.
 
     Raises:
         SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
@@ -138,15 +139,15 @@ def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
     if wanted.trainer_devices:
         trainers = wanted.trainer_devices
     else:
-        taken = None if wanted.no_target or num_gpus == 1 else _index(target)
-        free = [f"cuda:{number}" for number in range(num_gpus) if number != taken] or ["cpu"]
+        taken = set() if wanted.no_target or num_gpus == 1 else {_index(device) for device in target.split(",")}
+        free = [f"cuda:{number}" for number in range(num_gpus) if number not in taken] or ["cpu"]
         count = wanted.trainers if wanted.trainers is not None else len(free)
         trainers = tuple(free[number % len(free)] for number in range(count))
-    for device in (target, *trainers):
+    for device in (*target.split(","), *trainers):
         _require_present(device, num_gpus)
     on_cpu = sum(device == "cpu" for device in trainers)
     target_threads = None
-    if target == "cpu" and not wanted.no_target:
+    if target.startswith("cpu") and not wanted.no_target:
         target_threads = max(1, cores // 2) if on_cpu else cores
     rest = cores - (target_threads or 0)
     return Placement(target, target_threads, trainers, max(1, rest // on_cpu) if on_cpu else None)
@@ -269,9 +270,13 @@ def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...
 
 def _count_gpus(wanted: Wanted) -> int:
     """GPUs that torch sees; asking takes seconds, so it is not asked where everything is said to be on the CPU."""
-    devices = {*wanted.trainer_devices, wanted.target_device or "", "cpu" if wanted.no_target else ""} - {""}
+    devices = {*wanted.trainer_devices, *_target_devices(wanted), "cpu" if wanted.no_target else ""} - {""}
     all_said = bool(wanted.trainer_devices or wanted.trainers == 0) and bool(wanted.target_device or wanted.no_target)
     return 0 if all_said and devices == {"cpu"} else len(probe_torch().gpus)
+
+
+def _target_devices(wanted: Wanted) -> list[str]:
+    return wanted.target_device.split(",") if wanted.target_device else []
 
 
 def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
@@ -285,7 +290,7 @@ def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
 
 def _check(wanted: Wanted) -> None:
     """Refuse what makes no sense, before anything is asked or read."""
-    for device in (*wanted.trainer_devices, *([wanted.target_device] if wanted.target_device else [])):
+    for device in (*wanted.trainer_devices, *_target_devices(wanted)):
         require_device(device)
     if wanted.trainers is not None and wanted.trainer_devices and wanted.trainers != len(wanted.trainer_devices):
         raise SlipstreamError(

@@ -69,9 +69,14 @@ def _target(stack: Stack, target: TargetPart, home: Home) -> Program:
     settings = target.model.model_dump(exclude={"model"}, exclude_none=True)
     arguments = ["serve", "--model", target.model.model]
     arguments += _repeated("--set", [f"target.{key}={_toml(value)}" for key, value in settings.items()])
-    arguments += ["--listen", target.address, "--ledger", str(home.ledger), *_threads(target.threads)]
+    arguments += ["--listen", target.address, "--ledger", str(home.ledger)]
     if _is_confined(stack, target.address):
         arguments += _repeated("--data-root", stack.data_roots)
+    devices = target.device.split(",")
+    if len(devices) > 1:  # an engine process for each, which the server shows its GPU
+        threads = _threads(target.threads and max(1, target.threads // len(devices)))
+        return _program(TARGET, "target_server", [*arguments, "--devices", target.device, *threads], stack, home)
+    arguments += _threads(target.threads)
     # It knows a GPU only as `cuda`: it is shown the one that is meant.
     device, _, number = target.device.partition(":")
     seen = {"CUDA_VISIBLE_DEVICES": visible_gpu(int(number or 0))} if device == "cuda" else {}

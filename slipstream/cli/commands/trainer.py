@@ -178,7 +178,7 @@ def _unused_device(home: Path) -> str:
     stack = read_stack(home)
     devices = [trainer.device for trainer in stack.trainers] if stack else []
     if stack is not None and stack.target is not None:
-        devices.append(stack.target.device)
+        devices += stack.target.device.split(",")
     used = {"cuda:0" if device == "cuda" else device for device in devices}
     gpus = [f"cuda:{index}" for index in range(len(probe_torch().gpus))]
     free = [gpu for gpu in gpus if gpu not in used] if gpus else ["cpu"]

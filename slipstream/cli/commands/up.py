@@ -25,7 +25,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--listen", metavar="HOST:PORT", help="of the control API; default: 127.0.0.1:8080")
     parser.add_argument("--target-listen", metavar="HOST:PORT", help="default: 127.0.0.1:50051")
     parser.add_argument("--trainers", type=_count, metavar="N", help="default: one for each GPU beside the target's")
-    parser.add_argument("--target-device", metavar="DEVICE", help="cpu or cuda:N; default: the first GPU, if any")
+    parser.add_argument(
+        "--target-device", metavar="DEVICE", help="cpu or cuda:N, or several as cuda:0,cuda:1; default: the first GPU"
+    )
     parser.add_argument("--trainer-devices", type=_devices, default=(), metavar="DEVICE,…", help="one trainer on each")
     parser.add_argument("--no-target", action="store_true", help="no target server: register others' by REST")
     parser.add_argument(

@@ -123,6 +123,8 @@ def test_every_trainer_of_the_box_has_a_gpu_of_its_own() -> None:
         "trainer-gpu7": ["7"],
     }
     assert all(each[0]["capabilities"] == ["gpu"] for each in devices.values())
+    engines = ",".join(f"cuda:{number}" for number in range(len(ids["target"])))
+    assert f"--devices={engines}" in long_running("compose.gpu.yaml")["target"]["command"]
     states = [
         word
         for fields in long_running("compose.gpu.yaml").values()

@@ -68,6 +68,7 @@ def plan(wanted: Wanted, before: Stack | None = None) -> Stack:
         (Wanted(no_target=True), 2, "cuda:0", ["cuda:0", "cuda:1"]),
         (Wanted(target_device="cuda:1"), 3, "cuda:1", ["cuda:0", "cuda:2"]),
         (Wanted(target_device="cpu"), 2, "cpu", ["cuda:0", "cuda:1"]),
+        (Wanted(target_device="cuda:0,cuda:1"), 4, "cuda:0,cuda:1", ["cuda:2", "cuda:3"]),
         (Wanted(trainers=0), 2, "cuda:0", []),
         (Wanted(trainers=3), 0, "cpu", ["cpu"] * 3),
         (Wanted(trainers=3), 3, "cuda:0", ["cuda:1", "cuda:2", "cuda:1"]),
@@ -100,6 +101,8 @@ def test_cores_are_shared(wanted: Wanted, cores: int, target: int | None, traine
     ("wanted", "says"),
     [
         (Wanted(target_device="cuda:2"), "cuda:2 is asked for, but torch sees 2 GPUs"),
+        (Wanted(target_device="cuda:0,cuda:2"), "cuda:2 is asked for, but torch sees 2 GPUs"),
+        (Wanted(target_device="cuda:0,tpu"), "'tpu' is no device"),
         (Wanted(trainer_devices=("cuda:7",)), "cuda:7"),
         (Wanted(trainer_devices=("tpu",)), "'tpu' is no device"),
         (Wanted(trainers=2, trainer_devices=("cpu",)), "--trainers is 2, --trainer-devices names 1"),

@@ -73,6 +73,17 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags(found["gpu2"], "--device") == ["cuda:2"]
 
 
+def test_several_devices_are_several_engines() -> None:
+    stack = a_stack()
+    assert stack.target is not None
+    for device, threads, each in (("cuda:0,cuda:1", None, []), ("cpu,cpu", 4, ["2"]), ("cpu,cpu,cpu", 2, ["1"])):
+        part = stack.target.model_copy(update={"device": device, "threads": threads})
+        target = programs(stack.model_copy(update={"target": part}))["target"]
+        assert flags(target, "--devices") == [device] and flags(target, "--device") == []
+        assert flags(target, "--threads") == each
+        assert "CUDA_VISIBLE_DEVICES" not in dict(target.environment), "the server shows each engine its own"
+
+
 def test_programs_are_told_apart_by_what_they_are_told() -> None:
     one, same = programs(a_stack()), programs(a_stack())
     other = programs(a_stack(token_file="/token"))
