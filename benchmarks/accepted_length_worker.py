@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter_trainer.drafter import DFlashDrafter
+from drafter_trainer.drafter_interface import Drafter
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.losslessness import first_difference
@@ -66,11 +66,12 @@ class Meter:
         The token that the prefill gives belongs to no round: accepted length is the sum of tokens over that of rounds.
         """
         began = time.monotonic()
-        # A self-test runs the target as transformers made it; decoders exchange its attention.
-        self.target.model.set_attn_implementation(self._attention)
         opened = open_drafter(Path(directory))
+        if opened.published is not None:
+            # Its self-test runs the target as transformers made it; decoders exchange the attention.
+            self.target.model.set_attn_implementation(self._attention)
         config = opened.for_target(self.target, self._facts, self._ends)
-        drafter = DFlashDrafter(config)
+        drafter = config.build()
         drafter.load_state_dict(opened.weights)
         drafter = drafter.to(self.target.model.device, self.target.model.dtype).eval()
         found = self._decode_all(drafter)
@@ -105,7 +106,7 @@ class Meter:
             yield encoded[start : start + self._args.batch]
 
     @torch.no_grad()
-    def _decode_all(self, drafter: DFlashDrafter | None) -> list[list[Decoded]]:
+    def _decode_all(self, drafter: Drafter | None) -> list[list[Decoded]]:
         found, decoder, length = [], None, 0
         for batch in self._batches:
             needed = static_length(max(len(ids) for _, _, ids in batch) + self._args.max_new_tokens + BLOCK_ROOM)

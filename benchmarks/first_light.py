@@ -15,12 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Row, write_results
+from benchmarks.served_training import Place, step_records, target_server
 from slipstream.child_processes import child_process, exit_status, one_gpu, sigterm_as_exit
 
 BASELINE = "SpecForge DFlash, target in process, 210 s, one H200"
@@ -58,7 +57,9 @@ def measure(args: argparse.Namespace) -> int:
     started = time.monotonic()
     memory: dict[str, float] = {}
     note_memory(memory, "idle")
-    with target_server(args) as address:
+    place = Place(args.model, Path(args.recipe), "cuda", 0, tuple(overrides(args)[1::2]))
+    with target_server(place, args.work, args.conversations.resolve().parent) as server:
+        address = server.address
         speed = calibrate(args, address, memory)
         # The server keeps what its busiest moment needed, and now it is alone on the card.
         note_memory(memory, "server")
@@ -87,27 +88,6 @@ def overrides(args: argparse.Namespace) -> list[str]:
     return [word for item in items for word in ("--set", item)]
 
 
-@contextmanager
-def target_server(args: argparse.Namespace) -> Iterator[str]:
-    """A target server on the GPU; gives its address once it listens."""
-    port_file = args.work / "target.port"
-    port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "target_server", "serve", args.recipe, *overrides(args)]
-    command += ["--listen", "127.0.0.1:0", "--port-file", str(port_file), "--device", "cuda"]
-    # A finished calibration must not hold back the run that follows it.
-    command += ["--subscription-timeout", "10"]
-    command += ["--ledger", str(args.work / "ledger.sqlite"), "--data-root", str(args.conversations.resolve().parent)]
-    with (
-        (args.work / "target-server.log").open("wb") as log,
-        child_process(command, environment=one_gpu(), output=log) as server,
-    ):
-        while not port_file.exists():
-            if server.poll() is not None:
-                raise SystemExit(f"target server ended with {server.returncode}, see {log.name}")
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port_file.read_text().strip().rpartition(':')[2]}"
-
-
 def calibrate(args: argparse.Namespace, address: str, memory: dict[str, float]) -> float:
     """Steps per second of a short run, its first half left out."""
     train(args, address, "calibration", args.calibration_steps, memory)
@@ -130,12 +110,6 @@ def train(args: argparse.Namespace, address: str, name: str, max_steps: int, mem
             time.sleep(2)
     if trainer.returncode != 0:
         raise SystemExit(f"trainer ended with {trainer.returncode}, see {log.name}")
-
-
-def step_records(run: Path) -> list[dict[str, Any]]:
-    """The steps of a run from its metrics."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record]
 
 
 def card_memory() -> float | None:

@@ -134,9 +134,9 @@ def table(
 ) -> str:
     """Short, for people: trainings, drafters, rows."""
     lines = [f"{'training':16}{'steps':>8}{'seconds':>9}{'tokens/s':>10}  settings"]
-    for name, one in trained.items():
-        settings = ", ".join(one["asked"]["settings"]) or "as the recipe says"
-        lines.append(f"{name:16}{one['steps']:>8}{one['seconds']:>9.1f}{one['tokens_per_second']:>10,.0f}  {settings}")
+    for name, run in trained.items():
+        settings = ", ".join(run["asked"]["settings"]) or "as the recipe says"
+        lines.append(f"{name:16}{run['steps']:>8}{run['seconds']:>9.1f}{run['tokens_per_second']:>10,.0f}  {settings}")
     if lengths:
         sources = Measured.of(next(iter(lengths.values()))).sources
         lines += ["", f"{'accepted length':22}" + "".join(f"{source:>22}" for source in sources)]

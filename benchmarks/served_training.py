@@ -177,8 +177,9 @@ class TrainerProcess:
 
     def _failure(self) -> TrainingFailedError:
         self._log.flush()
-        lines = Path(self._log.name).read_text(errors="replace").splitlines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        lines = [line.strip() for line in Path(self._log.name).read_text(errors="replace").splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("error")] or lines[-1:]
+        last = said[-1] if said else "it said nothing"
         return TrainingFailedError(f"the trainer ended with {self._process.returncode}, see {self._log.name}: {last}")
 
 

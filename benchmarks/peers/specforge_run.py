@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from benchmarks.peers.qwen3 import round_parameters
 from benchmarks.peers.side import SideUnavailableError
 from benchmarks.peers.specforge import VERSION
-from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.drafter_config import DFlashConfig, resolve_drafter_config
 from drafter_trainer.schedule import learning_rate
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import DataSpec, OptimizerSpec, TargetSpec
@@ -158,7 +158,9 @@ class Run:
         target = TargetSpec(model=args.model, dtype="bfloat16" if self._cuda else "float32")
         self._loaded = load_causal_lm(target, args.device)
         facts = read_target_facts(self._loaded.model, self._loaded.tokenizer).config
-        self.config: DrafterConfig = resolve_drafter_config(recipe.drafter, facts)
+        config = resolve_drafter_config(recipe.drafter, facts)
+        assert isinstance(config, DFlashConfig), "the peer's model is a DFlash drafter"
+        self.config = config
         self._documents = read_documents(args.conversations, self._loaded.tokenizer)
         self.model = build_model(self.config, self._loaded, args)
         self._target = InProcessTarget(self._loaded, self.config.target_layer_ids)
@@ -317,7 +319,7 @@ def read_documents(conversations: Path, tokenizer: Any) -> list[Document]:
     return found
 
 
-def build_model(config: DrafterConfig, loaded: LoadedTarget, args: argparse.Namespace) -> Any:
+def build_model(config: DFlashConfig, loaded: LoadedTarget, args: argparse.Namespace) -> Any:
     """Its training model around the target's own tables, weights in the target's dtype.
 
     Raises:
