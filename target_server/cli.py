@@ -110,15 +110,27 @@ def data_roots(given: Sequence[Path] | None, data: DataSpec | None, listen: List
 
 
 def choose_shelf_bytes(given: int | None, shm_dir: Path | None) -> int:
-    """The shelf's budget: as given, else 4 GiB, at most half of what is free in shared memory."""
-    if given is not None:
-        return given
+    """The shelf's budget: as given, else 4 GiB, at most half of what is free in shared memory.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED when shared memory does not hold what was given.
+    """
     if shm_dir is None:
-        return DEFAULT_SHELF_BYTES
+        return given or DEFAULT_SHELF_BYTES
     usage = shutil.disk_usage(shm_dir)
     if usage.total == 0:  # a tmpfs without a limit
-        return DEFAULT_SHELF_BYTES
-    return min(DEFAULT_SHELF_BYTES, usage.free // 2)
+        return given or DEFAULT_SHELF_BYTES
+    if given is None:
+        return min(DEFAULT_SHELF_BYTES, usage.free // 2)
+    if given > usage.free:
+        raise SlipstreamError(
+            f"--shelf-bytes is {given / 2**20:,.1f} MiB; {shm_dir} has {usage.free / 2**20:,.1f} MiB free of "
+            f"{usage.total / 2**20:,.1f} MiB.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Make it larger (containers: --shm-size or a tmpfs volume), give a smaller --shelf-bytes, or serve "
+            "over gRPC only with --no-shm.",
+        )
+    return given
 
 
 def parse_size(text: str) -> int:
@@ -140,7 +152,7 @@ def _serve(
 ) -> int:
     import torch
 
-    from slipstream.wire.arena import check_shared_memory_directory, shared_memory_directory
+    from slipstream.wire.arena import remove_stale_segments, shared_memory_directory
     from target_server.fixed_payloads import PROBE_BYTES
     from target_server.lease_book import Limits
     from target_server.server import ServerSettings, TargetServer, leave
@@ -152,7 +164,7 @@ def _serve(
         torch.set_num_threads(args.threads)
     shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
     if shm_dir is not None:
-        check_shared_memory_directory(shm_dir)
+        remove_stale_segments(shm_dir)  # what a killed server left there is free memory
     elif engines is not None:
         raise SlipstreamError(
             "--devices needs shared memory, in which engine processes hand packs over, and there is no /dev/shm.",

@@ -234,6 +234,8 @@ class TargetServer:
             data_roots=settings.data_roots,
             on_drop=self._engines.forget if self._engines is not None else None,
         )
+        if settings.pack_tokens is not None:
+            catalog.check_room(settings.pack_tokens)
         return ServedTarget(target.fingerprint, handshake, catalog, self._make_packs(target, catalog), fixed)
 
     def _make_packs(self, target: TargetModel | EngineTarget, catalog: StreamCatalog) -> PackMaker:

@@ -104,6 +104,16 @@ class StreamCatalog:
             self._by_source[source] = stream.name
             return stream
 
+    def check_room(self, pack_tokens: int) -> None:
+        """Refuse a budget that holds no stream with such packs, however few layers a run reads.
+
+        Raises:
+            SlipstreamError: OUT_OF_MEMORY.
+        """
+        pack_bytes = plan_layout(self._layout_entries(pack_tokens, Layers((), last_hidden_state=True))).size_bytes
+        if self._affordable_slots(pack_bytes) < MIN_SLOTS:
+            raise self._no_room(pack_bytes)
+
     def close(self) -> None:
         """Give all memory back."""
         with self._opening:
@@ -207,7 +217,7 @@ class StreamCatalog:
             lock_pages(arena.slots(), effect="copies from the GPU are about three times slower")
         return arena
 
-    def _affordable_slots(self, pack_bytes: int, instead_of: Stream | None) -> int:
+    def _affordable_slots(self, pack_bytes: int, instead_of: Stream | None = None) -> int:
         freed = _size_of(instead_of) if instead_of is not None else 0
         return (self._shelf_bytes - self._used_bytes() + freed) // pack_bytes
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+import huggingface_hub.errors
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -185,6 +187,19 @@ def test_a_hub_name_without_network_or_cache() -> None:
     assert "could not be downloaded" in error.message
     assert "network" in error.remedy
     assert "neither a path on this disk nor a hub name" in refusal("not a name!").message
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("GatedRepoError", "licence has to be accepted"), ("RepositoryNotFoundError", "it is private")]
+)
+def test_a_hub_name_without_a_token(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
+    def unauthorized(*_arguments: object, **_settings: object) -> None:
+        response = httpx.Response(401, request=httpx.Request("GET", "https://hub.invalid"))
+        raise getattr(huggingface_hub.errors, kind)("401", response=response)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unauthorized)
+    error = refusal("meta/private-model")
+    assert words in error.message and "HF_TOKEN" in error.remedy
 
 
 def test_a_revision_of_a_local_directory(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Flags become settings, and what cannot be served is refused in words."""
 
 import argparse
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from slipstream.listen import ListenAddress
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from target_server.cli import choose_shelf_bytes, data_roots, main, parse_size, read_target, run_command
+from target_server.ledger_store import LedgerStore
+from tests.fakes.tiny_run import write_tiny_run
 
 RECIPE = """
 name = "run"
@@ -162,3 +165,42 @@ def test_a_model_that_does_not_exist_ends_the_process_in_words(
     error = capsys.readouterr().err
     assert "nothing' does not exist" in error
     assert "Traceback" not in error
+
+
+def refused_at_start(arguments: list[str], words: str, reason: Reason) -> None:
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        run_command(arguments)
+    assert caught.value.reason is reason and caught.value.remedy
+
+
+def test_two_servers_on_one_ledger(tmp_path: Path) -> None:
+    first = LedgerStore(tmp_path / "ledger.sqlite")
+    words = rf"in use by another target server \(process {os.getpid()}\)"
+    refused_at_start(serve(tmp_path, "--listen", "127.0.0.1:0"), words, Reason.ENVIRONMENT_UNSUPPORTED)
+    first.close()
+
+
+def test_shared_memory_that_does_not_hold_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=2**26, used=2**24, free=2**26 - 2**24))
+    arguments = [each for each in serve(tmp_path, "--listen", "127.0.0.1:0") if each != "--no-shm"]
+    words = r"--shelf-bytes is 1,024\.0 MiB; .* has 48\.0 MiB free of 64\.0 MiB"
+    flags = ["--shm-dir", str(tmp_path), "--shelf-bytes", "1GiB"]
+    refused_at_start([*arguments, *flags], words, Reason.ENVIRONMENT_UNSUPPORTED)
+
+
+def test_a_ring_too_small_for_packs_of_the_recipe(tmp_path: Path) -> None:
+    recipe = write_tiny_run(tmp_path)
+    arguments = [
+        "serve",
+        str(recipe),
+        "--device",
+        "cpu",
+        "--no-shm",
+        "--listen",
+        "127.0.0.1:0",
+        "--shelf-bytes",
+        "64KiB",
+    ]
+    words = r"The shelf has 0\.1 MiB; a stream with packs of .* MiB needs at least 4 of them"
+    flags = ["--ledger", str(tmp_path / "ledger.sqlite"), "--probe-bytes", "64KiB"]
+    refused_at_start([*arguments, *flags], words, Reason.OUT_OF_MEMORY)
