@@ -183,9 +183,6 @@ DESIRED: Mapping[RunState, DesiredState] = MappingProxyType(
 AT_REST = frozenset({_S.STOPPED, _S.FAILED, _S.SUCCEEDED})
 """No trainer works on the run, and it may be deleted. STOPPED and FAILED can be resumed."""
 
-TERMINAL = frozenset({_S.SUCCEEDED})
-"""No verb leads out of it."""
-
 ACTIVE = frozenset({_S.STARTING, _S.RUNNING, _S.PAUSING, _S.PAUSED, _S.STOPPING})
 """A trainer may hold the run, and can be detached from it."""
 
