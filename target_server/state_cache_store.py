@@ -104,11 +104,12 @@ class StateStore:
     def read(self, key: bytes, place: Place, buffer: ByteArray) -> bool:
         """Fill `buffer` with a record, inside of `reading`; False when it is damaged, and then it is forgotten."""
         whole = place.segment.read(place, buffer)
-        with self._lock:
-            if whole:
-                place.segment.touch(self._clock)
+        if whole:
+            place.segment.touch(self._clock)
+            with self._lock:
                 self.numbers.bytes_read += place.size
-                return True
+            return True
+        with self._lock:
             self.numbers.corrupt += 1
             if self._index.get(key) is place:
                 del self._index[key]

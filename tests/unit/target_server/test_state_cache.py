@@ -16,6 +16,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import DTYPES, ByteArray, LayoutEntry, PayloadLayout, plan_layout, write_tensor
 from target_server import state_cache_segment
+from target_server.cli import parse_size, read_state_cache
 from target_server.packing import Pack
 from target_server.producer import PackSource, tensors_of
 from target_server.state_cache import CachedTarget, StateCache
@@ -289,6 +290,15 @@ def test_a_stream_whose_packs_are_larger_than_the_budget_is_computed(
         assert cache.recall(stream, 0, pack, rows) is None
         cache.keep(stream, 0, rows)
     assert caplog.text.count("state_cache_too_small") == 1
+
+
+def test_the_flags_go_together(tmp_path: Path) -> None:
+    assert read_state_cache(None, None) is None
+    assert read_state_cache(tmp_path, parse_size("1TiB")) == (tmp_path, 2**40)
+    for directory, budget in ((tmp_path, None), (None, 2**40)):
+        with pytest.raises(SlipstreamError, match="only one of them") as caught:
+            read_state_cache(directory, budget)
+        assert caught.value.reason is Reason.SPEC_INVALID
 
 
 def test_a_budget_smaller_than_a_pack_is_refused(tmp_path: Path) -> None:
