@@ -4,9 +4,9 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import huggingface_hub.errors
 import pytest
 import torch
@@ -194,7 +194,7 @@ def test_a_hub_name_without_network_or_cache() -> None:
 )
 def test_a_hub_name_without_a_token(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
     def unauthorized(*_arguments: object, **_settings: object) -> None:
-        response = httpx.Response(401, request=httpx.Request("GET", "https://hub.invalid"))
+        response = SimpleNamespace(status_code=401, headers={}, request=None)
         raise getattr(huggingface_hub.errors, kind)("401", response=response)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unauthorized)
