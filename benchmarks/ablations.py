@@ -36,6 +36,7 @@ from benchmarks.served_training import (
     TrainerProcess,
     TrainingFailedError,
     checkpoints,
+    missing_input,
     target_server,
 )
 from benchmarks.worker_process import WorkerFailedError
@@ -44,7 +45,9 @@ from slipstream.child_processes import sigterm_as_exit
 SECONDS = 60.0
 START_SECONDS = 100.0
 """Until a group trains, where nothing of it is compiled yet."""
-MEASURE_SECONDS = 20.0
+MEASURE_SECONDS = 12.0
+SHARED = 0.8
+"""Of the time that trainings take one after the other, when they share packs; a guess, to plan with."""
 LAST_ONLY = ("checkpoint.every_steps=1000000", "checkpoint.keep=1", "eval.heldout=")
 
 Group = tuple[Variant, ...]
@@ -72,7 +75,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--commit", help="for machines without the repository")
     args = parser.parse_args()
-    if problem := _problem(args):
+    if problem := missing_input(args.model, (args.conversations, args.prompts, args.recipe), args.device, args.gpus):
         parser.error(problem)
     with sigterm_as_exit():
         return Ablations(args).run()
@@ -80,19 +83,6 @@ def main() -> int:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def _problem(args: argparse.Namespace) -> str | None:
-    """What is missing, found in the first seconds."""
-    for path in (args.conversations, args.prompts, args.recipe):
-        if not path.exists():
-            return f"{path} does not exist"
-    if args.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() <= max(args.gpus):
-            return f"torch finds {torch.cuda.device_count()} GPUs, --gpus names {args.gpus}; a try-out: --device cpu"
-    return None
 
 
 class Ablations:
@@ -161,11 +151,16 @@ class Ablations:
         self, groups: Iterator[Group], current: Running, where: tuple[Place, TargetServer, ExitStack]
     ) -> Running | None:
         """Start the next group that fits into the time behind the current one."""
-        busy = len(current) * (self._args.seconds + MEASURE_SECONDS)
+        busy = self._seconds_of(current)
         for group in groups:
             if (started := self._start(group, *where, busy=busy)) is not None:
                 return started
         return None
+
+    def _seconds_of(self, group: Group | Running) -> float:
+        """To train and measure it; several at once share the target's work."""
+        share = SHARED if len(group) > 1 else 1.0
+        return len(group) * (share * self._args.seconds + MEASURE_SECONDS)
 
     def _evaluator(self, place: Place, home: Path) -> AcceptedLengths:
         args = self._args
@@ -179,8 +174,7 @@ class Ablations:
         self, group: Group, place: Place, server: TargetServer, leaving: ExitStack, busy: float = 0.0
     ) -> Running | None:
         """Trainers that warm up; None where the group does not fit into the time, or lacks what it is measured by."""
-        needed = max(busy, START_SECONDS) + len(group) * (self._args.seconds + MEASURE_SECONDS)
-        if not self._budget.allows(needed):
+        if not self._budget.allows((busy or START_SECONDS) + self._seconds_of(group)):
             self._left_out += [f"{variant.name}: no time" for variant in group]
             return None
         running = []

@@ -14,6 +14,7 @@ is not done again: the same command goes on where a cut left it.
 """
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator
@@ -32,10 +33,12 @@ from benchmarks.served_training import (
     TrainerProcess,
     TrainingFailedError,
     checkpoints,
+    missing_input,
     target_server,
 )
 from benchmarks.worker_process import WorkerFailedError
 from slipstream.child_processes import sigterm_as_exit
+from slipstream.eval_prompts import load_prompts
 
 TRAIN_SECONDS, TUNE_SECONDS = 210.0, 60.0
 START_SECONDS = {"ours": 120.0, "peer": 70.0}
@@ -93,26 +96,16 @@ def _numbers(text: str) -> list[int]:
 
 def _problem(args: argparse.Namespace) -> str | None:
     """What is missing, found in the first seconds."""
-    import importlib.util
-
-    from slipstream.eval_prompts import load_prompts
-
-    for path in filter(None, (args.conversations, args.more_conversations, args.prompts, args.recipe)):
-        if not path.exists():
-            return f"{path} does not exist"
+    files = (args.conversations, args.more_conversations, args.prompts, args.recipe)
     if importlib.util.find_spec("specforge") is None:
         return "the peer is not installed: pip install --no-deps specforge==0.2.0"
+    if problem := missing_input(args.model, files, args.device, args.gpus):
+        return problem
     counts: dict[str, int] = {}
     for prompt in load_prompts(args.prompts, args.prompts_per_source):
         counts[prompt.source] = counts.get(prompt.source, 0) + 1
-    if short := [source for source, count in counts.items() if count < args.prompts_per_source]:
-        return f"{args.prompts} has only {counts[short[0]]} prompts of {short[0]}"
-    if args.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() <= max(args.gpus):
-            return f"torch finds {torch.cuda.device_count()} GPUs, --gpus names {args.gpus}; a try-out: --device cpu"
-    return None
+    short = [source for source, count in counts.items() if count < args.prompts_per_source]
+    return f"{args.prompts} has only {counts[short[0]]} prompts of {short[0]}" if short else None
 
 
 class Quality:

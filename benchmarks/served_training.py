@@ -3,6 +3,7 @@
 What benchmarks of whole trainings share. Every process sees one GPU, or none where the device is `cpu`.
 """
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -56,6 +57,26 @@ class Place:
         return [
             word for each in (f"target.model={self.model}", *own, *self.settings, *more) for word in ("--set", each)
         ]
+
+
+def missing_input(model: str, files: Sequence[Path | None], device: str, gpus: Sequence[int]) -> str | None:
+    """What such a benchmark lacks, in words, found in the first seconds; None: nothing."""
+    gone = [path for path in files if path is not None and not path.exists()]
+    if gone:
+        return f"{gone[0]} does not exist"
+    is_file = model.endswith(".gguf")
+    if (is_file or model.startswith((".", "/"))) and not Path(model).exists():
+        return f"--model {model} does not exist"
+    lacking = [name for name in ("gguf", "accelerate") if is_file and importlib.util.find_spec(name) is None]
+    if lacking:
+        return f"reading {model} needs the package {lacking[0]}"
+    if device == "cpu":
+        return None
+    import torch
+
+    if torch.cuda.device_count() <= max(gpus):
+        return f"torch finds {torch.cuda.device_count()} GPUs, --gpus names {list(gpus)}; a try-out: --device cpu"
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Every variant is a run that the base recipe can become, differs from it, and is compared with it prompt by prompt."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.ablation_rows import make_rows, markdown
+from benchmarks.ablation_variants import BASE, BY_NAME, VARIANTS, Variant
+from benchmarks.ablations import LAST_ONLY
+from benchmarks.quality import ENDLESS, OUR_TRIES
+from recipes import recipe_path
+from slipstream.run_spec.load import load_recipe
+from slipstream.run_spec.spec import RunSpec
+
+RECIPE = recipe_path("smollm2-135m-1gpu")
+
+
+def _spec(*settings: str) -> RunSpec:
+    return load_recipe(RECIPE, [*LAST_ONLY, "train.max_tokens=", "train.max_steps=9", *settings]).spec
+
+
+@pytest.mark.parametrize("variant", VARIANTS[1:], ids=lambda variant: variant.name)
+def test_a_variant_is_a_valid_run_that_differs_from_the_base(variant: Variant) -> None:
+    assert _spec(*variant.settings) != _spec() or variant.data_share < 1.0
+    if variant.steps_of is not None:
+        model = BY_NAME[variant.steps_of]
+        assert model.steps_of is None, "its steps are those of a run by the clock"
+        # What decides the cost of a step is the same.
+        changed, base = _spec(*variant.settings), _spec(*model.settings)
+        assert (changed.drafter, changed.data) == (base.drafter, base.data)
+        assert changed.train.model_copy(update={"seed": 0}) == base.train
+        assert (changed.loss.objective, changed.optimizer.kind) == (base.loss.objective, base.optimizer.kind)
+
+
+def test_settings_of_the_comparison_are_valid() -> None:
+    assert all(load_recipe(RECIPE, ["train.max_tokens=", *ENDLESS, *settings]) for settings in OUR_TRIES)
+
+
+def test_names_are_unique_and_the_base_comes_first() -> None:
+    assert len(BY_NAME) == len(VARIANTS) and VARIANTS[0].name == BASE
+
+
+def test_rows_compare_with_the_base() -> None:
+    def found(tokens: list[int], speed: float, at_once: int) -> dict[str, Any]:
+        evaluation = {"tokens": {"s": tokens}, "rounds": {"s": [10, 10]}}
+        facts = {"asked": {"ingredient": "x"}, "steps": 5, "at_once": at_once}
+        return facts | {"tokens_per_second": speed, "evaluation": evaluation}
+
+    variants = {BASE: found([20, 30], 10.0, 1), "muon": found([30, 45], 5.0, 1), "lr 2e-3": found([20, 20], 3.0, 4)}
+    rows = make_rows(variants)
+    assert [(row.case, row.ratio) for row in rows if "accepted" in row.metric] == [
+        (BASE, 1.0),
+        ("muon", 1.5),
+        ("lr 2e-3", 0.8),
+    ]
+    assert rows[2].interval == pytest.approx((1.5, 1.5))
+    # Several at once on one GPU have no speed of their own.
+    assert [(row.case, row.ratio) for row in rows if "tokens/s" in row.metric] == [(BASE, 1.0), ("muon", 0.5)]
+    assert "not measured yet" in markdown({"muon": variants["muon"]})
