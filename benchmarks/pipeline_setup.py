@@ -49,14 +49,12 @@ class Setup:
     overrides: tuple[str, ...]
     device: str
     work: Path
+    environment: Mapping[str, str]
+    """What the server and the trainer see besides this process's environment."""
 
     @property
     def pack_tokens(self) -> int:
         return load_recipe(self.recipe, self.overrides).spec.data.pack_tokens
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return environment_of(self.device)
 
     def serve(self) -> list[str]:
         """Arguments of `target-server serve`."""
@@ -93,12 +91,13 @@ def set_up(model: str, args: argparse.Namespace, work: Path, more: Sequence[str]
     recipe = args.recipe or (GPU_RECIPE if args.device == "cuda" else work / "recipe.toml")
     if recipe == work / "recipe.toml":
         recipe.write_text(CPU_RECIPE, encoding="utf-8")
+    environment = environment_of(args.device)
     if model not in SHAPES:
         overrides = (f"target.model={Path(model).resolve()}", *more, *args.overrides)
-        return Setup(Path(model).name, recipe, overrides, args.device, work)
+        return Setup(Path(model).name, recipe, overrides, args.device, work, environment)
     command = [sys.executable, "-m", "benchmarks.random_target", model, str(work), "--device", args.device]
     log = args.out / "pipeline-write-target.log"
-    with log.open("wb") as file, child_process(command, environment=environment_of(args.device), output=file) as child:
+    with log.open("wb") as file, child_process(command, environment=environment, output=file) as child:
         try:
             status = child.wait(WRITE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -113,7 +112,8 @@ def set_up(model: str, args: argparse.Namespace, work: Path, more: Sequence[str]
         "drafter.mask_token_id=2",
         f"drafter.target_layer_ids={list(SHAPES[model].layer_ids)}",
     )
-    return Setup(SHAPES[model].title, recipe, (*overrides, *more, *args.overrides), args.device, work)
+    overrides = (*overrides, *more, *args.overrides)
+    return Setup(SHAPES[model].title, recipe, overrides, args.device, work, environment)
 
 
 class Trainer:
