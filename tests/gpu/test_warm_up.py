@@ -9,9 +9,11 @@ from torch import Tensor
 
 from drafter_trainer.flex_policy import compile_owned, compiled_graphs, graphs_declared, self_test
 from drafter_trainer.gradient_check import GradientCheck
+from drafter_trainer.heldout_matches import matched_slots
 from drafter_trainer.warmup import adversarial_batches, load_representable_weights, run_steps, warm_up
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import EvalSpec
 from tests.gpu.real_step import LENGTHS, VOCABULARY, real_plan, real_spec, real_step
 from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
@@ -35,6 +37,28 @@ def test_a_warm_step_compiles_nothing_more_and_refuses_another_length(caplog: py
     longer = dataclasses.replace(plan, shorter_lengths=(), tensor_shapes=plan.shapes_of(2 * LENGTHS[-1]))
     with pytest.raises((RuntimeError, SlipstreamError)):
         run_steps(step, adversarial_batches(CUDA, longer, torch.bfloat16, vocab_size=VOCABULARY))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_run_that_measures_is_warm_for_it(precision: str) -> None:
+    """Matches of the graph without gradients are those of the trained one; after the freeze nothing compiles."""
+    spec = real_spec(precision).model_copy(update={"eval": EvalSpec(heldout="answers.jsonl")})
+    before = compiled_graphs()
+    step, plan = real_step(spec), real_plan(spec)
+    warm_up(step, plan, torch.bfloat16, vocab_size=VOCABULARY)
+    names = ("pack_layout", "drafter", "chunk_loss", "adamw", "drafter_without_gradients", "chunk_matches")
+    declared = sum(graphs_declared()[name] for name in names)
+    assert compiled_graphs() - before == declared
+    step.load_weights(step.first_weights(0))
+    for name, batch in adversarial_batches(CUDA, plan, torch.bfloat16, vocab_size=VOCABULARY):
+        pack = batch.packs[0]
+        matched = step.matched(pack)
+        targets = step.block_targets(pack)
+        hidden = step.hidden_states(pack, targets).detach()
+        trained = matched_slots(hidden, step._head, targets, step._loss_config, step._chunk_matches)
+        # The two graphs may round differently, and a choice may hang on that.
+        assert (matched == trained).float().mean() > 0.99, name
+    assert compiled_graphs() - before == declared
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
