@@ -5,6 +5,7 @@ Layouts, told apart record by record unless the recipe names one:
 `completion` {"prompt", "completion"} (text, or lists of messages), `tokens` {"input_ids", "loss_mask" or "labels"}.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,14 @@ class Conversation:
     """False where the last answer was cut off: no end of turn belongs after it."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Definitions of the tools that the assistant may call, as JSON schemas."""
+    layout: RecordFormat = "openai"
+
+    @property
+    def roles_alternate(self) -> bool:
+        """A system turn at most at the beginning, and nobody but tools speaks twice in a row."""
+        roles = [turn.role for turn in self.turns]
+        repeats = (first for first, second in itertools.pairwise(roles) if first == second)
+        return "system" not in roles[1:] and all(role == "tool" for role in repeats)
 
     @property
     def uses_tools(self) -> bool:
@@ -100,6 +109,7 @@ class TokenRow:
     """[L]"""
     loss_mask: npt.NDArray[np.uint8]
     """[L], 1 on supervised tokens."""
+    layout: RecordFormat = "tokens"
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ def parse_record(content: object, record_format: RecordFormat, where: str) -> Co
         turns=tuple(turns[: last_answer + 1]),
         finished=record.get("finished") is not False,
         tools=_parse_tools(record.get("tools")),
+        layout=layout,
     )
 
 
@@ -164,6 +175,11 @@ def parse_prompt(content: object, record_format: RecordFormat, where: str) -> Pr
     if not turns:
         raise BadRecordError(Finding.ANSWER_FIRST)
     return Prompt(_conversation_id(record, where), tuple(turns), _parse_tools(record.get("tools")))
+
+
+def layout_of(content: object) -> RecordFormat:
+    """A record's layout. Argument and errors as of `parse_record`."""
+    return _layout_of(_object(content))
 
 
 def _object(content: object) -> dict[str, Any]:

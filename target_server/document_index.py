@@ -38,6 +38,7 @@ from target_server.document_table import (
     DocumentTable,
     split_place,
 )
+from target_server.file_oddities import first_layout, oddities
 from target_server.index_writer import IndexWriter, Progress, file_sizes, write_atomically
 from target_server.record_encoder import Block, EncodingSettings, encode_blocks
 from target_server.record_files import Position, Record, SourceFile, read_records
@@ -168,15 +169,16 @@ def _blocks(files: Sequence[SourceFile], begun: Progress) -> Iterator[Block]:
         records: list[Record] = []
         read_from = start.offset
         try:
+            layout = first_layout(file)
             for record in read_records(file, start):
                 records.append(record)
                 if len(records) >= _BLOCK_RECORDS or record.position.offset - read_from >= _BLOCK_BYTES:
-                    yield Block(number, file.printable_name, records)
+                    yield Block(number, file.printable_name, records, layout)
                     records, read_from = [], record.position.offset
         except OSError as error:
             raise unreadable(file.path, str(error.strerror or error)) from error
         if records:
-            yield Block(number, file.printable_name, records)
+            yield Block(number, file.printable_name, records, layout)
 
 
 def _finished(progress: Progress, directory: Path, source: IndexSource) -> Progress:
@@ -189,19 +191,38 @@ def _finished(progress: Progress, directory: Path, source: IndexSource) -> Progr
     refuse_wrong_masks(report)
     total = ReportBuilder()
     total.add(report)
+    for file in source.files:
+        for finding, where in oddities(file):
+            total.note(finding, where)
     _note_duplicates(directory, total, source.files)
     return progress.model_copy(update={"report": total.build(source.settings.split)})
 
 
 def _note_duplicates(directory: Path, report: ReportBuilder, files: Sequence[SourceFile]) -> None:
-    identities = _id_hashes(directory / DOCUMENTS_FILE)
+    rows = np.memmap(directory / DOCUMENTS_FILE, dtype=ROW_TYPE, mode="r").reshape(-1, COLUMNS)
+    note_duplicates(_id_hashes(directory / DOCUMENTS_FILE), rows[:, PLACE], report, files)
+
+
+def note_duplicates(
+    identities: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+    report: ReportBuilder,
+    files: Sequence[SourceFile],
+) -> None:
+    """Note conversations whose id an earlier one has.
+
+    Args:
+        identities: `[documents]`, hashes of ids.
+        places: `[documents]`, where each document comes from; may be mapped from a file.
+        report: gets the notes.
+        files: that the places number.
+    """
     order = np.argsort(identities, kind="stable")
     identities = identities[order]
     same = np.flatnonzero(identities[1:] == identities[:-1])
-    rows = np.memmap(directory / DOCUMENTS_FILE, dtype=ROW_TYPE, mode="r").reshape(-1, COLUMNS)
-    places = rows[order[same + 1], PLACE]
+    later = places[order[same + 1]]
     # Rows of one conversation share its id and its place.
-    for place in np.sort(places[places != rows[order[same], PLACE]]).tolist():
+    for place in np.sort(later[later != places[order[same]]]).tolist():
         file, record = split_place(place)
         report.note(Finding.DUPLICATE_ID, f"{files[file].printable_name}:{record}")
 

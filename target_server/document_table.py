@@ -102,6 +102,16 @@ class DocumentTable:
         return split_place(int(self._rows[index, PLACE]))
 
     @property
+    def id_hashes(self) -> npt.NDArray[np.int64]:
+        """`[documents]`."""
+        return self._rows[:, ID_HASH]
+
+    @property
+    def places(self) -> npt.NDArray[np.int64]:
+        """`[documents]`; see `split_place`."""
+        return self._rows[:, PLACE]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
         return int(self._rows[-1, TOKENS_END])

@@ -13,7 +13,9 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.data_report import ReportBuilder
 from target_server.data_files import unreadable
+from target_server.document_index import note_duplicates
 from target_server.document_table import DocumentTable, encode_documents
+from target_server.file_oddities import first_layout, oddities
 from target_server.packing import PackSequence
 from target_server.record_encoder import Block, EncodingSettings, RecordEncoder
 from target_server.record_files import Position, SourceFile, read_records
@@ -56,6 +58,11 @@ def inspect_files(
     total = ReportBuilder()
     for source in sources:
         total.add(source.report)
+    if tables:
+        hashes, places = (
+            np.concatenate([getattr(table, name) for table in tables]) for name in ("id_hashes", "places")
+        )
+        note_duplicates(hashes, places, total, files)
     lengths = _document_lengths(tables)
     packs, filled = _packing(tables, data)
     return Inspection(
@@ -77,9 +84,12 @@ def _inspect_file(
 ) -> tuple[InspectedSource, list[DocumentTable]]:
     report, tables, complete = ReportBuilder(), [], True
     try:
+        for finding, where in oddities(file):
+            report.note(finding, where)
+        layout = first_layout(file)
         records = read_records(file, Position())
         while block := list(islice(records, min(_BLOCK_RECORDS, limit - report.read))):
-            encoded = encoder.encode(Block(number, file.printable_name, block))
+            encoded = encoder.encode(Block(number, file.printable_name, block, layout))
             report.add(encoded.report)
             if len(encoded.documents.rows):
                 tables.append(DocumentTable(encoded.documents))

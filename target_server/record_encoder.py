@@ -10,7 +10,7 @@ from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.run_spec.spec import DataSpec
-from slipstream.wire.data_report import DataReport, ReportBuilder
+from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
 from target_server.conversations import BadRecordError, Conversation, RecordFormat, TokenRow, parse_record
 from target_server.document_table import EncodedDocuments, encode_documents, place_of
 from target_server.record_files import Position, Record
@@ -51,6 +51,8 @@ class Block:
     """Number of the file, from 0."""
     name: str
     records: Sequence[Record]
+    layout: RecordFormat | None = None
+    """Of the file's first record; None when it is not known."""
 
     @property
     def end(self) -> Position:
@@ -99,6 +101,10 @@ class RecordEncoder:
             identity = id_hash(parsed.id)
             if _is_heldout(identity, self._settings.heldout_fraction) == (self._settings.split == "heldout"):
                 places[where] = (_signed(identity), place_of(block.file, number))
+                if block.layout not in (None, parsed.layout):
+                    report.note(Finding.OTHER_LAYOUT, where)
+                if isinstance(parsed, Conversation) and not parsed.roles_alternate:
+                    report.note(Finding.ROLES_OUT_OF_ORDER, where)
                 yield parsed
             else:
                 report.other_split += 1

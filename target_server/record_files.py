@@ -92,14 +92,7 @@ def kind_of(file: SourceFile) -> tuple[Kind, bool]:
         OSError: it cannot be read.
         SlipstreamError: DATA_INVALID for a compression that is not read.
     """
-    with file.path.open("rb") as raw:
-        head = raw.read(4096)
-        compressed = head.startswith(_GZIP_MAGIC)
-        if compressed:
-            raw.seek(0)
-            head = b""
-            with suppress(EOFError, OSError, zlib.error):  # the damage is reported where the records are read
-                head = gzip.GzipFile(fileobj=raw).read(4096)
+    head, compressed = _opened_head(file, 4096)
     for magic, name in _UNSUPPORTED_MAGICS.items():
         if head.startswith(magic):
             raise SlipstreamError(
@@ -113,6 +106,28 @@ def kind_of(file: SourceFile) -> tuple[Kind, bool]:
         return "arrow", compressed
     text = head.removeprefix(_UTF8_BOM).lstrip()
     return ("array" if text[:1] == b"[" and text[1:].lstrip()[:1] == b"{" else "lines"), compressed
+
+
+def head_of(file: SourceFile) -> bytes:
+    """The first bytes, decompressed; none of an empty file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _opened_head(file, _CHUNK_CHARACTERS)[0]
+
+
+def _opened_head(file: SourceFile, size: int) -> tuple[bytes, bool]:
+    """The first bytes, and whether gzip is around them."""
+    with file.path.open("rb") as raw:
+        head = raw.read(size)
+        compressed = head.startswith(_GZIP_MAGIC)
+        if compressed:
+            raw.seek(0)
+            head = b""
+            with suppress(EOFError, OSError, zlib.error):  # the damage is reported where the records are read
+                head = gzip.GzipFile(fileobj=raw).read(size)
+    return head, compressed
 
 
 def _text_records(raw: BufferedIOBase, kind: Kind, compressed: bool, start: Position) -> Iterator[Record]:

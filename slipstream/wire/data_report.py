@@ -40,8 +40,14 @@ class Finding(StrEnum):
     MASK_NOT_VERIFIED = "mask_not_verified"
     REASONING_NOT_WRITTEN = "reasoning_not_written"
     DUPLICATE_ID = "duplicate_id"
+    ROLES_OUT_OF_ORDER = "roles_out_of_order"
+    OTHER_LAYOUT = "other_layout"
     # About a file.
     FILE_GAVE_NOTHING = "file_gave_nothing"
+    EMPTY_FILE = "empty_file"
+    WRONG_SUFFIX = "wrong_suffix"
+    BYTE_ORDER_MARK = "byte_order_mark"
+    CRLF_LINES = "crlf_lines"
 
 
 _WORDS = {
@@ -71,7 +77,13 @@ _WORDS = {
     Finding.MASK_NOT_VERIFIED: "used, but the supervised tokens do not decode to the answer exactly",
     Finding.REASONING_NOT_WRITTEN: "used without its reasoning, which the chat template does not write",
     Finding.DUPLICATE_ID: "used, but an earlier conversation has the same id",
+    Finding.ROLES_OUT_OF_ORDER: "used as it stands, but its roles do not alternate, or a system turn is not the first",
+    Finding.OTHER_LAYOUT: "used, but its layout is another than that of the file's first record",
     Finding.FILE_GAVE_NOTHING: "no usable conversation in the whole file",
+    Finding.EMPTY_FILE: "the file is empty, nothing was read",
+    Finding.WRONG_SUFFIX: "the suffix does not say what the file holds; it was read by its content",
+    Finding.BYTE_ORDER_MARK: "the file begins with a byte order mark, which was skipped",
+    Finding.CRLF_LINES: "lines end with CR LF, which was read as one line end",
 }
 
 

@@ -53,7 +53,7 @@ def test_openai_and_sharegpt_lines_in_one_file(tmp_path: Path) -> None:
     conversations, report = read(path)
     first = Conversation("a", "mixed.jsonl:1", (Turn("user", "Hi"), Turn("assistant", "Hello")), finished=True)
     turns = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Hello"))
-    assert conversations == [first, Conversation("7", "mixed.jsonl:3", turns, finished=False)]
+    assert conversations == [first, Conversation("7", "mixed.jsonl:3", turns, False, layout="sharegpt")]
     assert (report.read, report.num_dropped) == (2, 0)
 
 
