@@ -44,6 +44,7 @@ def serve(arguments: Sequence[str]) -> int:
         targets=parse_targets(options.target),
         data_roots=tuple(root.absolute() for root in options.data_root),
         export_root=options.export_root and options.export_root.absolute(),
+        heartbeat_seconds=options.heartbeat_seconds,
         trainer_timeout=options.trainer_timeout,
         grace_seconds=options.grace_seconds,
     )
@@ -79,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="bearer token; default: the variable SLIPSTREAM_TOKEN"
     )
+    parser.add_argument(
+        "--heartbeat-seconds", type=_seconds, default=2.0, metavar="SECONDS",
+        help="between two heartbeats of a trainer, after which it knows what is wanted; default: %(default)g",
+    )  # fmt: skip
     parser.add_argument(
         "--trainer-timeout", type=_seconds, default=15.0, metavar="SECONDS",
         help="a trainer that is silent for so long is lost; default: %(default)g",

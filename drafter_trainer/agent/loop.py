@@ -103,6 +103,8 @@ class Agent:
                 log_event(_log, "info", "control_api_is_back", api=self._client.address)
             self._said_away_at = None
             self._obey(answer)
+            # The first answer may want the next heartbeat sooner than was thought.
+            self._next_beat = min(self._next_beat, now + self._interval)
         except ControlApiUnreachableError as error:
             self._not_heard(error, now)
         except ControlApiRefusalError as error:

@@ -63,9 +63,9 @@ class Stack:
 
     def start_api(self, port: int = 0) -> ManagedProcess:
         """Also again, at the port it had."""
-        api = self.processes.start(
-            "control_api.cli", "--listen", f"127.0.0.1:{port}", "--database", f"sqlite:///{self._database}"
-        )
+        # Agents that hear soon what is wanted: a test waits for that again and again.
+        flags = ("--database", f"sqlite:///{self._database}", "--heartbeat-seconds", "0.3")
+        api = self.processes.start("control_api.cli", "--listen", f"127.0.0.1:{port}", *flags)
         self.address = api.wait_for_line(ADDRESS).group(1)
         return api
 

@@ -44,7 +44,7 @@ def trainer_timeout() -> float:
 @pytest.fixture
 def api(tmp_path: Path, processes: Processes, trainer_timeout: float) -> Iterator[Api]:
     database = Database(f"sqlite:///{tmp_path / 'control.sqlite'}")
-    settings = Settings(token=TOKEN, trainer_timeout=trainer_timeout)
+    settings = Settings(token=TOKEN, trainer_timeout=trainer_timeout, heartbeat_seconds=0.3)
     with serving(create_app(database, settings)) as address:
         yield Api(address, database, processes, tmp_path)
         processes.close()

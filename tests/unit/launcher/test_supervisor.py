@@ -51,7 +51,7 @@ def stop() -> None:
 def test_a_control_api_that_hangs_is_started_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "_HUNG_CHECKS", 2)
-    monkeypatch.setattr(readiness, "_SECONDS", 1.0)
+    monkeypatch.setattr(readiness, "_SECONDS", 0.5)
     hung: list[int] = []
 
     def on_state(state: SupervisorState) -> None:
