@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ import pytest
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
+from slipstream.hidden_states.v1.stream_admin_service_pb2_grpc import StreamAdminServiceStub
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.wire.channel import TargetClient
@@ -398,3 +401,75 @@ def test_the_union_of_layers(harness: Harness) -> None:
         assert b.packs[number]["hidden_states.2"].equal(tensors["hidden_states.2"])
         assert b.packs[number]["hidden_states.1"].dtype in DTYPES.values()
     assert harness.proves(a) and harness.proves(b)
+
+
+def test_pause_seek_and_drain(harness: Harness) -> None:
+    """Each is heard over the wire; a paused run holds nobody up, and a seek starts over exactly at its cursor."""
+    everything = harness.undisturbed()
+    run, other = harness.trainer("run"), harness.trainer("other", epochs=3)
+    run.train(until=2)
+    run.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=run.opened.subscription))
+    response = run.lease(max_wait=0)
+    assert (response.stream_state, len(response.leases)) == (pb.STREAM_STATE_PAUSED, 0)
+    other.train()
+    assert len(other.packs) > 2 * len(everything), "far beyond the shelf, without waiting"
+    run.client.resume_subscription(admin_pb.ResumeSubscriptionRequest(subscription=run.opened.subscription))
+    before = run.stats().packs_recomputed
+    run.train(until=4)
+    assert run.stats().packs_recomputed > before
+    del run.packs[3]
+    run.join(next_step=3)
+    (lease, *_) = run.lease().leases
+    StreamAdminServiceStub(run.client.channel).DrainTarget(admin_pb.DrainTargetRequest(), timeout=30)
+    assert_same({3: run.read(lease)}, {3: everything[3]})
+    assert run.confirm(lease), "what is leased is finished"
+    run.commit(3)
+    assert run.lease(max_wait=0).stream_state == pb.STREAM_STATE_DRAINING
+    assert harness.proves(run) and harness.proves(other)
+
+
+class TestWithoutSharedMemory:
+    """macOS and WSL have no /dev/shm; containers have one of 64 MiB."""
+
+    @pytest.fixture
+    def nowhere(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.delenv("SLIPSTREAM_SHM_DIR", raising=False)
+        monkeypatch.setattr("slipstream.wire.arena._DEFAULT_SHM_DIR", tmp_path / "none")
+        monkeypatch.setitem(choose.FLOORS_GIGABYTES_PER_SECOND, "grpc", 0.0)
+
+    @pytest.mark.parametrize("transport", ["auto", "grpc"])
+    def test_a_stream_goes_over_grpc(
+        self, nowhere: None, target: TargetModel, data: str, tmp_path: Path, transport: str
+    ) -> None:
+        harness = Harness(LiveTarget(target, tmp_path / "ledger.sqlite", shm_dir=None), transport, data)
+        run = harness.trainer("run")
+        assert run.reader.name == "grpc"
+        run.train(until=2)
+        assert not any(lease.locations[1:] for lease in run.lease().leases)
+        harness.close()
+
+    def test_shared_memory_by_name_is_refused(
+        self, nowhere: None, target: TargetModel, data: str, tmp_path: Path
+    ) -> None:
+        harness = Harness(LiveTarget(target, tmp_path / "ledger.sqlite", shm_dir=None), "shm", data)
+        with pytest.raises(SlipstreamError, match="offers no shared memory") as caught:
+            harness.trainer("run")
+        assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE and "--no-shm" in caught.value.remedy
+        harness.close()
+
+    def test_memory_that_does_not_hold_the_ring_refuses_the_run_and_serves_on(
+        self, target: TargetModel, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SLIPSTREAM_SHM_DIR", str(tmp_path))
+        monkeypatch.setitem(choose.FLOORS_GIGABYTES_PER_SECOND, "shm", 0.0)
+        harness = Harness(
+            LiveTarget(target, tmp_path / "ledger", shm_dir=tmp_path, shelf_bytes=SHELF_BYTES), "shm", data
+        )
+        small = SimpleNamespace(f_bavail=100, f_frsize=4096, f_blocks=200)
+        with monkeypatch.context() as patch, pytest.raises(SlipstreamError, match="MiB free of") as caught:
+            patch.setattr("slipstream.wire.arena.os.statvfs", lambda _directory: small)
+            harness.trainer("run")
+        assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "--shm-size" in caught.value.remedy
+        run = harness.trainer("run")  # somebody made it larger
+        run.train(until=2)
+        harness.close()
