@@ -387,8 +387,9 @@ class LeaseLedger:
 
     def _strike(self, subscription: Subscription, lease: Lease) -> bool:
         """Count a pack's failure; true when it is quarantined now."""
-        if lease.slot.readers == 0 and lease.slot.facts is lease.facts:
-            self._book.shelves[subscription.record.stream].discard(lease.slot)
+        shelf = self._book.shelves[subscription.record.stream]
+        if shelf.ready(lease.sequence_number) is lease.slot:
+            shelf.distrust(lease.slot)
         if subscription.strike(lease.sequence_number) < STRIKES_TO_QUARANTINE:
             return False
         self._book.quarantine(subscription, lease.sequence_number)

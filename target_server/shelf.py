@@ -34,6 +34,7 @@ class Slot:
     index: int
     state: SlotState = SlotState.EMPTY
     sequence_number: int = -1
+    """-1: none, or one that is not to be trusted and has readers still."""
     facts: PackFacts | None = None
     readers: int = 0
     """Unexpired leases on the present content; a slot with readers is never given to another pack."""
@@ -114,13 +115,20 @@ class Shelf:
         assert slot.readers == 0, slot
         self._forget(slot)
 
+    def distrust(self, slot: Slot) -> None:
+        """Offer the slot's pack to nobody any more: it can be computed into another slot. Its readers may finish."""
+        del self._by_sequence[slot.sequence_number]
+        slot.sequence_number = -1
+        if slot.readers == 0:
+            self._forget(slot)
+
     def touch(self, slot: Slot) -> None:
         """Note a use of the slot."""
         self._tick += 1
         slot.last_used = self._tick
 
     def _forget(self, slot: Slot) -> None:
-        if slot.state is not SlotState.EMPTY:
+        if slot.sequence_number >= 0:
             del self._by_sequence[slot.sequence_number]
         slot.state = SlotState.EMPTY
         slot.sequence_number = -1

@@ -184,6 +184,24 @@ def test_hidden_states_that_are_not_finite_reach_no_run(desk: LedgerDesk) -> Non
     assert desk.control.counters(STREAM).subscriptions[0].packs_quarantined == 1
 
 
+def test_a_pack_that_one_run_rejects_is_computed_anew_while_another_reads_it(make_desk) -> None:
+    """Else the run would get the same damaged bytes again, and the pack would be quarantined for nothing."""
+    desk = make_desk(num_slots=2, num_packs=3)
+    a, b = desk.join("a"), desk.join("b")
+    desk.ask(*a)
+    desk.work()
+    ((of_a,), (of_b,)) = desk.ask(*a).leases, desk.ask(*b).leases
+    assert of_a.slot is of_b.slot
+    assert desk.ledger.release([of_a.token], pack_at_fault=True) == []
+    assert desk.ask(*a).leases == ()
+    assert desk.work() == [0]
+    (again,) = desk.ask(*a).leases
+    assert again.slot is not of_b.slot and desk.shelf.packs_recomputed == 1
+    assert desk.ledger.confirm(of_b.token, of_b.facts.generation), "its slot was left alone"
+    assert desk.ledger.confirm(again.token, again.facts.generation)
+    assert [desk.get(*a), desk.get(*b)] == [[1], [1]], "the slot of the rejected pack is used again"
+
+
 def test_an_abandoned_pack_is_computed_later(desk: LedgerDesk) -> None:
     a = desk.join("a")
     desk.ask(*a)
