@@ -245,6 +245,15 @@ def test_files_stay_inside_the_roots(app: FastAPI, client: TestClient, file: str
         assert response.json()["spec"]["data"]["files"] == [found]
 
 
+@pytest.mark.parametrize("key", ["prompts", "heldout"])
+def test_files_of_the_evaluation_stay_inside_the_roots(app: FastAPI, client: TestClient, key: str) -> None:
+    app.state.services = replace(app.state.services, settings=Settings(data_roots=(Path("/data/one"),)))
+    refused = client.post("/v1/runs", json={"target": "local", "spec": SPEC | {"eval": {key: "/etc/passwd"}}})
+    assert_problem(refused, 422, "PATH_NOT_ALLOWED")
+    created = client.post("/v1/runs", json={"target": "local", "spec": SPEC | {"eval": {key: "a.jsonl"}}})
+    assert created.json()["spec"]["eval"][key] == "/data/one/a.jsonl"
+
+
 @pytest.mark.parametrize("verb", Verb)
 @pytest.mark.parametrize("state", RunState)
 def test_every_verb_in_every_state(

@@ -98,9 +98,10 @@ def test_an_override_cannot_bring_a_second_key(recipe: Path) -> None:
 
 def test_paths_are_resolved_against_the_recipe(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    spec = load_recipe(recipe, ["eval.prompts=prompts/held.jsonl"]).spec
+    spec = load_recipe(recipe, ["eval.prompts=prompts/held.jsonl", "eval.heldout=answers.jsonl"]).spec
     assert spec.data.files == (str(tmp_path / "a.jsonl"), "/data/b.jsonl.gz")
     assert spec.eval.prompts == str(tmp_path / "prompts" / "held.jsonl")
+    assert spec.eval.heldout == str(tmp_path / "answers.jsonl")
     assert spec.target.model == "HuggingFaceTB/SmolLM2-135M-Instruct", "a hub name stays as it is"
     for given in ("model", "./model"):
         assert load_recipe(recipe, [f"target.model={given}"]).spec.target.model == str(tmp_path / "model")
