@@ -258,7 +258,9 @@ class Ablations:
             )
             path.with_suffix(".md").write_text(text, encoding="utf-8")
             text += f"{path}\n"
-        return text + "".join(f"left out: {line}\n" for line in self._left_out)
+        said = {line.partition(":")[0] for line in self._left_out}
+        waiting = [f"{one.name}: not begun" for one in self._variants if one.name not in {*found, *said}]
+        return text + "".join(f"left out: {line}\n" for line in [*self._left_out, *waiting])
 
 
 def _say(text: str) -> None:

@@ -58,7 +58,7 @@ class Meter:
     def plain(self) -> dict[str, Any]:
         """What decoding without a drafter took."""
         decoded = [one for row in self._plain for one in row]
-        return {"plain_tokens_per_second": _speed(decoded), "prompts": len(decoded)}
+        return {"plain_tokens_per_second": _speed(decoded)}
 
     def measure(self, directory: str) -> dict[str, Any]:
         """Tokens and rounds of every prompt by source, in the order of the file; how outputs compare with plain ones.

@@ -210,10 +210,19 @@ class Quality:
                 wanted += [
                     (f"ours@{seconds:.0f}s", Path(path)) for seconds, path in on_the_way(found["drafters"], CURVE)
                 ]
-        return ((name, path) for name, path in wanted if not self._length_file(name).exists())
+        return ((name, path) for name, path in wanted if self._length(name) is None)
 
     def _length_file(self, name: str) -> Path:
         return Path(self._args.work / "lengths" / f"{name}.json")
+
+    @property
+    def _prompts(self) -> list[Any]:
+        return [self._args.prompts.name, self._args.prompts_per_source, self._args.max_new_tokens]
+
+    def _length(self, name: str) -> dict[str, Any] | None:
+        """Of a drafter that was measured with these prompts."""
+        found = kept(self._length_file(name))
+        return found if found is not None and found["prompts"] == self._prompts else None
 
     def _measure_all(self, gpu: int, drafters: Iterator[tuple[str, Path]]) -> None:
         args = self._args
@@ -222,7 +231,7 @@ class Quality:
         options += ["--prompts-per-source", str(args.prompts_per_source)]
         options += ["--max-new-tokens", str(args.max_new_tokens)]
         options += ["--dtype", "bfloat16" if args.device == "cuda" else "float32"]
-        first = next(drafters, None)
+        first = next(drafters, None) if self._budget.allows(MEASURE_SECONDS) else None
         if first is None:
             return
         log = args.work / f"evaluation-{gpu}.log"
@@ -236,14 +245,20 @@ class Quality:
                 except WorkerFailedError as error:
                     self._left_out.append(f"{name}: {error}")
                     continue
-                keep(self._length_file(name), {**answer, **lengths.facts, "loop": lengths.loop})
+                keep(
+                    self._length_file(name), {**answer, **lengths.facts, "loop": lengths.loop, "prompts": self._prompts}
+                )
                 _say(f"{name}: measured in {answer['seconds']:.1f} s, {lengths.loop}")
 
     def _report(self, trainings: list[Training]) -> str:
         trained = {training.name: found for training in trainings if (found := self._done(training))}
-        lengths = {path.stem: found for path in sorted((self._args.work / "lengths").glob("*.json"))
-                   if (found := kept(path)) and path.stem.partition("@")[0] in trained}  # fmt: skip
+        names = [path.stem for path in sorted((self._args.work / "lengths").glob("*.json"))]
+        lengths = {name: found for name in names
+                   if name.partition("@")[0] in trained and (found := self._length(name))}  # fmt: skip
         rows = make_rows(trained, lengths)
+        said = {line.partition(":")[0] for line in self._left_out}
+        self._left_out += [f"{one.name}: not begun" for one in trainings if one.name not in {*trained, *said}]
+        self._left_out += [f"{name}@end: not measured" for name in trained if f"{name}@end" not in {*lengths, *said}]
         text = table(trained, lengths, rows, self._left_out)
         if rows and not self._args.tune:
             settings = {key: str(value) for key, value in vars(self._args).items()}
