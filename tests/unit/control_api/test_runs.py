@@ -248,9 +248,10 @@ def test_files_stay_inside_the_roots(app: FastAPI, client: TestClient, file: str
 @pytest.mark.parametrize("key", ["prompts", "heldout"])
 def test_files_of_the_evaluation_stay_inside_the_roots(app: FastAPI, client: TestClient, key: str) -> None:
     app.state.services = replace(app.state.services, settings=Settings(data_roots=(Path("/data/one"),)))
-    refused = client.post("/v1/runs", json={"target": "local", "spec": SPEC | {"eval": {key: "/etc/passwd"}}})
+    inside = SPEC | {"data": {"files": ["a.jsonl"]}}
+    refused = client.post("/v1/runs", json={"target": "local", "spec": inside | {"eval": {key: "/etc/passwd"}}})
     assert_problem(refused, 422, "PATH_NOT_ALLOWED")
-    created = client.post("/v1/runs", json={"target": "local", "spec": SPEC | {"eval": {key: "a.jsonl"}}})
+    created = client.post("/v1/runs", json={"target": "local", "spec": inside | {"eval": {key: "a.jsonl"}}})
     assert created.json()["spec"]["eval"][key] == "/data/one/a.jsonl"
 
 
