@@ -59,6 +59,7 @@ def test_export_measure_and_train_on(
         "self_test_passed",
     )
     assert re.findall("|".join(told), exported.output) == list(told)
+    assert f"next: how to serve it is in {output}/README.md" in exported.output
     again = processes.start("slipstream.cli", "checkpoint", "export", trained, *flags)
     assert again.wait_exit(timeout=60) == 3, again.output
     assert "exists already" in again.output and "--force" in again.output

@@ -41,7 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     export.add_argument(
         "run",
         metavar="RUN[@STEP]",
-        help="a run's name or directory; default: its newest step, @best the best",
+        help="a run's name or directory; default: its newest checkpoint; @best is the one that held-out answers chose",
     )
     export.add_argument("--to", required=True, choices=("vllm", "sglang", "zlab"), help="whose layout to write")
     export.add_argument("--output", required=True, metavar="DIR", help="directory to make")
@@ -98,7 +98,10 @@ def _export(args: argparse.Namespace) -> int:
         command += [flag, value] if value is not None else []
     command += [flag for flag, _ in _SWITCHES if getattr(args, _attribute(flag))]
     with sigterm_as_exit(), child_process(command) as export:
-        return exit_status(export)
+        status = exit_status(export)
+    if status == 0:
+        print(f"next: how to serve it is in {args.output}/README.md", file=sys.stderr)
+    return status
 
 
 def _attribute(flag: str) -> str:

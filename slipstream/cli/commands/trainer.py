@@ -145,8 +145,16 @@ def _stop(args: argparse.Namespace) -> int:
     from slipstream.launcher.stack import remove_trainer
 
     home = home_directory(args.home)
-    remove_trainer(home, args.trainer)
-    _say(args, {"name": args.trainer, "home": str(home)}, f"{args.trainer} saves and leaves the stack", "trainer ls")
+    try:
+        remove_trainer(home, args.trainer)
+    except SlipstreamError as error:
+        if error.reason is not Reason.NOT_READY:
+            raise
+        # Bringing a stack up would stop no trainer.
+        remedy = "A trainer that was started by hand leaves with Ctrl-C or SIGTERM; name another stack with --home."
+        raise SlipstreamError(error.message, reason=error.reason, remedy=remedy) from error
+    words = f"{args.trainer} saves and leaves the stack; it is listed as STOPPED until it is removed"
+    _say(args, {"name": args.trainer, "home": str(home)}, words, "trainer ls")
     return 0
 
 
