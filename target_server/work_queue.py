@@ -117,6 +117,8 @@ class WorkQueue:
                 held = [] if choice is not None else self._held(shelf, convoy)
                 self._note_pace(convoy, held)
                 if len(convoys) < len(shelf) and leave_behind(convoy, held, self._book.limits.patience):
+                    slow = [each.record.name for each in convoy if each.low == convoy[0].low]
+                    log_event(_log, "info", "runs_left_behind", stream=stream, subscriptions=slow)
                     break
                 if choice is not None:
                     needed = [each for each in convoy if each.needs(choice.sequence_number)]
