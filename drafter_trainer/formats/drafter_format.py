@@ -14,9 +14,12 @@ from drafter_trainer.formats.published_config import PublishedConfig, config_inv
 from drafter_trainer.formats.tensors import check_tensors, read_tensors
 from drafter_trainer.safetensors_file import write_safetensors
 from slipstream.disk import sync_directory, write_atomically
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+_SPECFORGE_STATE = "training_state.pt"
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         SlipstreamError: CHECKPOINT_INVALID.
     """
     path = directory / CONFIG
+    if (directory / _SPECFORGE_STATE).exists() and not path.exists():
+        raise SlipstreamError(
+            f"{directory} is a training checkpoint of SpecForge ({_SPECFORGE_STATE}, a pickle), expected {CONFIG} and "
+            "safetensors",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="Export it first: specforge export --to hf --checkpoint DIR --draft-config FILE --output-dir OUT",
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

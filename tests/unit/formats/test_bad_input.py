@@ -13,6 +13,7 @@ from drafter_trainer.evaluation.target_check import check_fits
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.importing import open_with_target
 from drafter_trainer.formats.opening import open_drafter
+from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -121,3 +122,10 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(source: Source, t
     with pytest.raises(SlipstreamError, match="newer Slipstream: its format version is 2, this one reads 1") as caught:
         open_drafter(checkpoint)
     assert "Update Slipstream" in caught.value.remedy
+
+
+def test_a_training_checkpoint_of_specforge(tmp_path: Path) -> None:
+    (tmp_path / "training_state.pt").write_bytes(b"")
+    with pytest.raises(SlipstreamError, match="a training checkpoint of SpecForge .* expected config.json") as caught:
+        read_published(tmp_path)
+    assert "specforge export --to hf" in caught.value.remedy
