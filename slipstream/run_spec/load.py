@@ -59,7 +59,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     apply_overrides(recipe, changes)
     sources = _sources(text, path, changes)
     spec = _validate(recipe, path, sources)
-    origins = {key: sources.get(key, DEFAULT) for key, _ in _leaves(spec)}
+    origins = {key: _origin(key, sources) for key, _ in _leaves(spec)}
     return LoadedSpec(_resolve_paths(spec, path.absolute().parent), origins)
 
 
@@ -162,6 +162,12 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
             reason=Reason.SPEC_INVALID,
             remedy="Strings are quoted, tables are [in brackets], every setting is key = value on its own line.",
         ) from None
+
+
+def _origin(key: str, sources: Mapping[str, str]) -> str:
+    """Where a setting came from; of a table's entries, the last that was set."""
+    inside = [source for name, source in sources.items() if name.startswith(f"{key}.")]
+    return sources.get(key) or (inside[-1] if inside else DEFAULT)
 
 
 def _sources(text: str, path: Path, overrides: Sequence[Override]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weig
 from slipstream.errors import SlipstreamError
 from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.architectures import installed_architectures
-from slipstream.run_spec.load import parse_recipe
+from slipstream.run_spec.load import describe, load_recipe, parse_recipe
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
 from tests.fakes.drafter_cases import TINY
@@ -58,6 +58,17 @@ def test_a_plug_in_resolves_and_goes_to_json_and_back(site: Path) -> None:
     with pytest.raises(SlipstreamError, match="architecture is 'last_feature', installed here: dflash") as caught:
         DrafterConfig.from_json(config.to_json())
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_options_of_a_recipe_say_where_they_came_from(site: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(RECIPE)
+    with installed(write_plug_in(site)):
+        loaded = load_recipe(recipe, ("drafter.architecture=last_feature", "drafter.options.width=48"))
+        assert loaded.spec.drafter.options == {"width": 48} and loaded.origins["drafter.options"] == "override"
+        recipe.write_text(describe(loaded))
+        assert load_recipe(recipe).spec == loaded.spec
+    assert load_recipe(recipe, ("drafter.architecture=dflash", "drafter.options=")).spec.drafter.options == {}
 
 
 def test_settings_that_nobody_reads_are_refused(site: Path) -> None:
