@@ -187,8 +187,10 @@ class EngineKeeper:
         closed = self._crew.closed.is_set()
         if not closed:
             self._note_death(engine, ending, ready_since, lost)
+        # What says why it cannot go on, for want of memory perhaps, has not met a pack that is at fault.
+        crashed = ending.crashed and refusal is None and not closed
         for ordered in lost:
-            self._give_back(ordered, ending.crashed and not closed, ending.words, alone=len(lost) == 1)
+            self._give_back(ordered, crashed, ending.words, alone=len(lost) == 1)
         if not closed:
             self._crew.on_down(self, refusal, ending.words)
 

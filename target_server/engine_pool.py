@@ -202,7 +202,8 @@ class EnginePool:
             self._fail(refusal)
         elif all(each.deaths >= DEATHS_ALLOWED for each in self._keepers):
             self._fail(
-                SlipstreamError(
+                refusal
+                or SlipstreamError(
                     f"Every engine has died {DEATHS_ALLOWED} times in a row without computing a pack. {words}",
                     reason=Reason.INTERNAL,
                     remedy="The log above has the engines' own words; `slipstream doctor` checks the machine.",

@@ -95,7 +95,7 @@ class RankProcess:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._said.append(line)
-                with suppress(OSError, ValueError):  # nobody reads our stderr any more
+                with suppress(OSError, ValueError, AttributeError):  # nobody reads our stderr, or there is none
                     sys.stderr.write(f"{line}\n")
                     sys.stderr.flush()
 

@@ -6,6 +6,7 @@ target, the other files are its orders, by the number of a pack:
     crash-7     it crashes whenever it is to compute pack 7
     hold-7      it makes `at-7.PID`, and waits until `hold-7` is gone or it is killed
     nan-7       it says that pack 7 is not finite
+    refuse-7    it says that it has no memory for pack 7, and ends
     crash-start, refuse-start
 """
 
@@ -37,8 +38,7 @@ def main() -> int:
         sys.stderr.write(f"{args.name} cannot find its device\n")
         return 3
     if (directory / "refuse-start").exists():
-        fields = {"message": "the target is too large.", "reason": "OUT_OF_MEMORY", "remedy": "Take a smaller one."}
-        line.send(Message("refused", fields))
+        line.send(refusal("the target is too large."))
         return 3
     line.send(Message("ready", json.loads((directory / "facts.json").read_text())))
     orders: list[Message] = []
@@ -56,9 +56,18 @@ def main() -> int:
         with heard:
             heard.wait_for(lambda: bool(orders))
             order = orders.pop(0)
+        number = order.fields.get("number")
+        if (directory / f"refuse-{number}").exists():
+            line.send(refusal(f"no memory for pack {number}."))
+            return 3
         answer = obey(order, directory)
         if begin.fields["rank"] == 0:
             line.send(answer)
+
+
+def refusal(message: str) -> Message:
+    """What an engine says that cannot go on."""
+    return Message("refused", {"message": message, "reason": "OUT_OF_MEMORY", "remedy": "Take a smaller one."})
 
 
 def obey(order: Message, directory: Path) -> Message:

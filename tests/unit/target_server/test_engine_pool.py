@@ -73,11 +73,11 @@ class House:
         self._next_step = 0
 
     def take(self, count: int, *, at_least_aside: int = 0) -> tuple[list[int], list[int]]:
-        """Read and commit so many packs; returns those that came and those that were set aside."""
+        """Read and commit so many packs, or what comes until the server ends; those that came, and those set aside."""
         came: list[int] = []
         aside: list[int] = []
         deadline = time.monotonic() + PATIENCE
-        while len(came) + len(aside) < count or len(aside) < at_least_aside:
+        while not self.pool.closed.is_set() and (len(came) + len(aside) < count or len(aside) < at_least_aside):
             assert time.monotonic() < deadline, (came, aside)
             left = max(1, count - len(came) - len(aside))
             grant = self.ledger.lease(self.name, Ask(self.incarnation, left, max_wait=1.0))
@@ -260,6 +260,18 @@ def test_a_refusal_at_the_start_ends_the_server_at_once(make_house: HouseMaker) 
     with pytest.raises(SlipstreamError, match="engine-.: the target is too large.") as caught:
         house.pool.wait_ready()
     assert (caught.value.reason, caught.value.remedy) == (Reason.OUT_OF_MEMORY, "Take a smaller one.")
+
+
+def test_want_of_memory_is_no_packs_fault(make_house: HouseMaker, caplog: pytest.LogCaptureFixture) -> None:
+    house = make_house(1)
+    house.order("refuse-1")
+    house.open()
+    taken = house.take_meanwhile(3)
+    with pytest.raises(SlipstreamError, match="engine-0: no memory for pack 1") as caught:
+        house.pool.run()
+    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert taken()[1] == [], "no pack was set aside"
+    assert len(events(caplog, "engine_died")) == DEATHS_ALLOWED
 
 
 @pytest.mark.parametrize("change", ["touched", "written"])
