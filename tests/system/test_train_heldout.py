@@ -1,5 +1,6 @@
 """Held-out acceptance in real processes: made by one command, measured in a run that dies, decoded afterwards."""
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from drafter_trainer.batch_source import payload_shapes
 from drafter_trainer.checkpoint_state import best_checkpoint, read_state
+from drafter_trainer.evaluation import command as evaluation
 from drafter_trainer.heldout_packs import HeldoutPack, HeldoutStream, read_heldout_packs
 from drafter_trainer.heldout_rows import HeldoutRows, load_rows
 from drafter_trainer.run_directory import RunDirectory
@@ -20,6 +22,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import TargetClient
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
+from target_server import data_command
 from tests.fakes.processes import Processes
 from tests.fakes.tiny_models import save_tiny_model
 from tests.fakes.tiny_run import RECIPE, write_conversations
@@ -49,22 +52,38 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     path = directory / "tiny.toml"
     path.write_text(RECIPE.replace("block_size = 4", "block_size = 4\nmask_token_id = 0") + EVALUATION)
-    started = Processes()
-    flags = ("--heldout", "--report", directory / "report.json", "--device", "cpu", "--threads", "1")
-    answering = started.start("target_server", "regenerate", path, *flags)
-    assert answering.wait_exit(timeout=120) == 0, answering.output
-    started.close()
+    parser = argparse.ArgumentParser()
+    data_command.add_parsers(parser.add_subparsers(dest="command"))
+    flags = ("--heldout", "--report", str(directory / "report.json"), "--device", "cpu")
+    data_command.run(parser.parse_args(["regenerate", str(path), *flags]))
     return path
 
 
+class Server:
+    """A target server that the tests of this module share; one of them kills it."""
+
+    def __init__(self, processes: Processes, recipe: Path, ledger: Path) -> None:
+        self._processes = processes
+        self._flags = (recipe, "--ledger", ledger, "--probe-bytes", "1MiB", "--subscription-timeout", "1")
+        self._process, self.address = processes.start_target_server(*self._flags)
+
+    def die_and_come_back(self) -> None:
+        """Killed; another one at the same address."""
+        self._process.kill()
+        port = int(self.address.rpartition(":")[2])
+        self._process, _ = self._processes.start_target_server(*self._flags, port=port)
+
+
 @pytest.fixture(scope="module")
-def target_address(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     started = Processes()
-    ledger = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    flags = ("--ledger", ledger, "--probe-bytes", "1MiB", "--subscription-timeout", "1")
-    _, address = started.start_target_server(recipe, *flags)
-    yield address
+    yield Server(started, recipe, tmp_path_factory.mktemp("ledger") / "ledger.sqlite")
     started.close()
+
+
+@pytest.fixture(scope="module")
+def target_address(server: Server) -> str:
+    return server.address
 
 
 def measured(run: Trainer) -> dict[int, float]:
@@ -97,11 +116,10 @@ def test_measured_while_it_trains_and_dies_and_decoded_afterwards(
     assert state.heldout is not None and state.heldout.accepted_length == max(found.values())
     assert found[state.cursor.next_step] == state.heldout.accepted_length
 
-    report = tmp_path / "eval.json"
-    flags = ("--device", "cpu", "--threads", "1", "--output", report)
-    evaluation = processes.start("drafter_trainer", "eval", best, *flags)
-    assert evaluation.wait_exit(timeout=120) == 0, evaluation.output
-    decoded = json.loads(report.read_text())["results"]["trained"]
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    report = evaluation.measure(parser.parse_args([str(best), "--device", "cpu"]))
+    decoded = report["results"]["trained"]
     assert decoded.pop("all")["accepted_length"] == pytest.approx(state.heldout.accepted_length, rel=1e-9)
     assert {source: row["accepted_length"] for source, row in decoded.items()} == pytest.approx(state.heldout.by_source)
 
@@ -200,19 +218,8 @@ def test_every_pack_comes_whatever_happens_on_the_way(desk: Desk) -> None:
     assert not any(faults.values()), "not everything that was planned has happened"
 
 
-def test_a_killed_server_is_waited_for(recipe: Path, processes: Processes, tmp_path: Path) -> None:
-    flags = (recipe, "--ledger", tmp_path / "ledger.sqlite", "--probe-bytes", "1MiB")
-    server, address = processes.start_target_server(*flags)
-    desk = Desk(recipe, address, tmp_path / "run", "name=orphan")
-
-    def server_dies() -> None:
-        server.kill()
-        processes.start_target_server(*flags, port=int(address.rpartition(":")[2]))
-
-    try:
-        assert len(as_tokens(desk.read({1: [server_dies]}))) == len(as_tokens(desk.read()))
-    finally:
-        desk.close()
+def test_a_killed_server_is_waited_for(desk: Desk, server: Server) -> None:
+    assert len(desk.read({1: [server.die_and_come_back]})) == len(desk.read())
 
 
 def test_another_file_under_the_same_run(desk: Desk, recipe: Path, target_address: str, tmp_path: Path) -> None:

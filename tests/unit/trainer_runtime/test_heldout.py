@@ -140,6 +140,12 @@ def trained_step(scene: Scene, **changes: Any) -> TrainingStep:
     return step
 
 
+@pytest.fixture(scope="module")
+def trained(scene: Scene) -> TrainingStep:
+    """With blocks of four, for tests that only look."""
+    return trained_step(scene)
+
+
 def evaluation_of(scene: Scene, block_size: int, stop: threading.Event | None = None) -> HeldoutEvaluation:
     stop = stop or threading.Event()
     return HeldoutEvaluation(scene.packs, "digest", num_anchors=ANCHORS, block_size=block_size, stop=stop)
@@ -187,8 +193,8 @@ def test_the_estimate_is_what_decoding_counts(scene: Scene, changes: dict[str, o
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
-def test_measuring_changes_nothing(scene: Scene, ema_decay: float | None) -> None:
-    step = trained_step(scene, ema_decay=ema_decay)
+def test_measuring_changes_nothing(scene: Scene, trained: TrainingStep, ema_decay: float | None) -> None:
+    step = trained if ema_decay is None else trained_step(scene, ema_decay=ema_decay)
 
     def state() -> Mapping[str, Tensor]:
         deployed = {f"deployed.{name}": tensor for name, tensor in step.optimizer.deployed_weights().items()}
@@ -203,14 +209,14 @@ def test_measuring_changes_nothing(scene: Scene, ema_decay: float | None) -> Non
     assert not [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_a_run_that_is_told_to_stop_measures_nothing(scene: Scene) -> None:
+def test_a_run_that_is_told_to_stop_measures_nothing(scene: Scene, trained: TrainingStep) -> None:
     stop = threading.Event()
     stop.set()
-    assert evaluation_of(scene, 4, stop).measure(trained_step(scene)) is None
+    assert evaluation_of(scene, 4, stop).measure(trained) is None
 
 
-def test_an_objective_on_the_targets_distribution_is_measured_without_it(scene: Scene) -> None:
-    step = trained_step(scene)
+def test_an_objective_on_the_targets_distribution_is_measured_without_it(scene: Scene, trained: TrainingStep) -> None:
+    step = trained
     other = TrainingStep(
         step.drafter.config,
         step.frozen,
