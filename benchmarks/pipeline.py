@@ -37,6 +37,8 @@ from slipstream.child_processes import sigterm_as_exit
 READERS = 3
 SAMPLE_SECONDS = 1.0
 LEAST_SAMPLES = 40
+KEPT_SAMPLES = 100
+"""In the results: enough to draw the curve."""
 ANSWER_SECONDS = 240.0
 """How long a process may take to its first answer: the target reads the data, and compiles."""
 WARM_UP_SECONDS = 240.0
@@ -287,7 +289,7 @@ def measure_memory(args: argparse.Namespace, work: Path, deadline: float) -> dic
     if len(samples) < LEAST_SAMPLES:
         raise WorkerFailedError(f"{len(samples)} samples are too few for a slope: train for longer than {args.tokens}")
     case = f"{setup.title}, {trained / 1e6:.1f} M tokens in packs of {setup.pack_tokens}"
-    return {"case": case, "growth": growth_of(samples), "samples": samples}
+    return {"case": case, "growth": growth_of(samples), "samples": samples[:: max(1, len(samples) // KEPT_SAMPLES)]}
 
 
 def sample_of(processes: dict[str, int]) -> dict[str, float]:
