@@ -62,13 +62,31 @@ def next_missing(shelf: Shelf, convoy: Convoy) -> int | None:
     return min(missing, default=None)
 
 
-def choose(shelf: Shelf, convoy: Convoy, all_convoys: Sequence[Convoy]) -> Choice | None:
+def choose(shelf: Shelf, convoy: Convoy, holdings: "Holdings") -> Choice | None:
     """The convoy's next pack and its slot; None when it wants nothing or no slot can be had now."""
     sequence_number = next_missing(shelf, convoy)
     if sequence_number is None:
         return None
-    slot = _choose_slot(shelf, sequence_number, convoy, all_convoys)
+    slot = _choose_slot(shelf, sequence_number, convoy, holdings)
     return None if slot is None else Choice(sequence_number, slot, convoy)
+
+
+class Holdings:
+    """Which slots hold what the convoys of a stream need; looked up once for all of them."""
+
+    def __init__(self, shelf: Shelf, convoys: Sequence[Convoy]) -> None:
+        self.share = guaranteed_slots(len(shelf), len(convoys))
+        """Slots that each convoy is sure of."""
+        self._convoys = convoys
+        self._held = [_held(shelf, convoy) for convoy in convoys]
+
+    def of(self, convoy: Convoy) -> list[Slot]:
+        """Slots with packs that the convoy needs, ready or being written, in the order of the packs."""
+        return next(held for other, held in zip(self._convoys, self._held, strict=True) if other is convoy)
+
+    def of_others(self, convoy: Convoy) -> list[tuple[Convoy, list[Slot]]]:
+        """The same, of all other convoys."""
+        return [(other, held) for other, held in zip(self._convoys, self._held, strict=True) if other is not convoy]
 
 
 def may_be_served(subscription: Subscription) -> bool:
@@ -93,43 +111,40 @@ def may_pin(shelf: Shelf, slot: Slot, reader: Subscription, active: Sequence[Sub
     return unpinned >= sum(max(0, share - len(other.leased)) for other in active if other is not reader)
 
 
-def _choose_slot(shelf: Shelf, sequence_number: int, convoy: Convoy, all_convoys: Sequence[Convoy]) -> Slot | None:
-    window = len(shelf)
-    others = [other for other in all_convoys if other is not convoy]
+def _choose_slot(shelf: Shelf, sequence_number: int, convoy: Convoy, holdings: Holdings) -> Slot | None:
+    needed_by_others = {slot.index for _, held in holdings.of_others(convoy) for slot in held}
+    needed_here = {slot.index for slot in holdings.of(convoy)}
     empty = [slot for slot in shelf.slots if slot.state is SlotState.EMPTY]
     free = [slot for slot in shelf.ready_slots() if slot.readers == 0]
-    own = [slot for slot in free if not any(_needs(other, slot, window) for other in others)]
-    unneeded = [slot for slot in own if not _needs(convoy, slot, window)]
-    if len(empty) + len(unneeded) > _reserved(shelf, convoy, others):
+    own = [slot for slot in free if slot.index not in needed_by_others]
+    unneeded = [slot for slot in own if slot.index not in needed_here]
+    if len(empty) + len(unneeded) > _reserved(convoy, holdings):
         return empty[0] if empty else min(unneeded, key=lambda slot: slot.last_used)
-    later = [slot for slot in own if slot not in unneeded and slot.sequence_number > sequence_number]
+    later = [slot for slot in own if slot.index in needed_here and slot.sequence_number > sequence_number]
     if later:
         return max(later, key=lambda slot: slot.sequence_number)
-    return _steal(shelf, sequence_number, convoy, others)
+    return _steal(shelf, sequence_number, convoy, holdings)
 
 
-def _reserved(shelf: Shelf, convoy: Convoy, others: Sequence[Convoy]) -> int:
+def _reserved(convoy: Convoy, holdings: Holdings) -> int:
     """Slots that a convoy with its guaranteed ones leaves to the others: they would only take them back."""
-    share = guaranteed_slots(len(shelf), 1 + len(others))
-    if len(_held(shelf, convoy)) < share:
+    if len(holdings.of(convoy)) < holdings.share:
         return 0
-    return sum(max(0, share - len(_held(shelf, other))) for other in others)
+    return sum(max(0, holdings.share - len(held)) for _, held in holdings.of_others(convoy))
 
 
-def _steal(shelf: Shelf, sequence_number: int, convoy: Convoy, others: Sequence[Convoy]) -> Slot | None:
+def _steal(shelf: Shelf, sequence_number: int, convoy: Convoy, holdings: Holdings) -> Slot | None:
     """Rule 4. Nobody loses a guaranteed pack, so no two convoys take slots from each other in turn.
 
     Windows of convoys overlap where one was left behind: a pack may be needed, and guaranteed, twice.
     """
-    share = guaranteed_slots(len(shelf), 1 + len(others))
-    earlier = [slot for slot in _held(shelf, convoy) if slot.sequence_number < sequence_number]
-    if len(earlier) >= share:
+    earlier = [slot for slot in holdings.of(convoy) if slot.sequence_number < sequence_number]
+    if len(earlier) >= holdings.share:
         return None
     distances: dict[int, int] = {}
     guaranteed = {slot.index for slot in earlier}
-    for other in others:
-        held = _held(shelf, other)
-        guaranteed.update(slot.index for slot in held[:share])
+    for other, held in holdings.of_others(convoy):
+        guaranteed.update(slot.index for slot in held[: holdings.share])
         for slot in held:
             distances[slot.index] = max(distances.get(slot.index, 0), slot.sequence_number - other[0].low)
     candidates = [slot for slot in shelf.ready_slots() if slot.readers == 0 and slot.index not in guaranteed]
@@ -137,7 +152,7 @@ def _steal(shelf: Shelf, sequence_number: int, convoy: Convoy, others: Sequence[
 
 
 def _held(shelf: Shelf, convoy: Convoy) -> list[Slot]:
-    """Slots with packs that the convoy needs, ready or being written, in the order of the packs."""
+    """See Holdings."""
     held = (slot for slot in shelf.slots if slot.state is not SlotState.EMPTY and _needs(convoy, slot, len(shelf)))
     return sorted(held, key=lambda slot: slot.sequence_number)
 

@@ -111,9 +111,10 @@ class WorkQueue:
         rejoin(active, len(shelf))
         while True:
             convoys = scheduling.convoys(active, len(shelf))
+            holdings = scheduling.Holdings(shelf, convoys)
             offers = []
             for convoy in convoys:
-                choice = scheduling.choose(shelf, convoy, convoys)
+                choice = scheduling.choose(shelf, convoy, holdings)
                 held = [] if choice is not None else self._held(shelf, convoy)
                 self._note_pace(convoy, held)
                 if len(convoys) < len(shelf) and leave_behind(convoy, held, self._book.limits.patience):
