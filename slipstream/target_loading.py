@@ -17,7 +17,7 @@ from slipstream.gguf_reading import gguf_read_once
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, locate_target, locate_tokenizer, model_error
-from slipstream.tensor_parallel import Rank, join_group, sharding_arguments
+from slipstream.tensor_parallel import Rank, join_group, sharding_arguments, spread_over
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,8 @@ def load_causal_lm(spec: TargetSpec, device: str, rank: Rank | None = None) -> L
     with _quiet_transformers(), _alone_and_read_once(files) if files.is_gguf else nullcontext(files.root) as root:
         tokenizer = _load_tokenizer(spec, files, root)
         sharding = sharding_arguments(root, rank, _source(spec, files)) if rank.count > 1 else {}
-        model = _load_model(spec, files, root, torch.device(device), sharding)
+        with spread_over(torch.device(device)) if sharding else nullcontext():
+            model = _load_model(spec, files, root, torch.device(device), sharding)
     decoder_layers(model)
     return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files, rank.count)
 

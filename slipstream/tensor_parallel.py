@@ -5,14 +5,19 @@ read from one rank as from a whole model, and the price is the embedding and hea
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, model_error
+
+if TYPE_CHECKING:
+    import torch
 
 # Of these modules a rank keeps everything. Their names end so in every family.
 _KEPT_WHOLE = ("embed_tokens", "lm_head")
@@ -98,9 +103,31 @@ def sharding_arguments(root: Path, rank: Rank, source: dict[str, Any]) -> dict[s
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     config = AutoConfig.from_pretrained(root, **source)
     with torch.device("meta"):
-        plan = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"]).tp_plan
-    whole = {name: "replicate" for name in plan if name.rpartition(".")[2] in _KEPT_WHOLE}
-    return {"distributed_config": DistributedConfig(tp_size=rank.count, tp_plan=whole)}
+        predefined = AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"]).tp_plan
+    whole = {name for name in predefined if name.rpartition(".")[2] in _KEPT_WHOLE}
+    plan = {name: style for name, style in predefined.items() if name not in whole}
+    if "replicate" in ALL_PARALLEL_STYLES:
+        # Newer transformers add a plan to their own instead of taking it in its place.
+        plan |= dict.fromkeys(whole, "replicate")
+    return {"distributed_config": DistributedConfig(tp_size=rank.count, tp_plan=plan)}
+
+
+@contextmanager
+def spread_over(device: "torch.device") -> Iterator[None]:
+    """Within the block from_pretrained spreads a model over devices of this kind: it would take GPUs wherever torch was
+    built for them, also in a process that is to use none."""
+    import torch
+
+    found = torch._C._get_accelerator
+    if device.type != "cpu" or found().type == "cpu":
+        yield
+        return
+    torch._C._get_accelerator = lambda *_: torch.device("cpu")
+    try:
+        yield
+    finally:
+        torch._C._get_accelerator = found
