@@ -103,11 +103,12 @@ def test_tokens(slipstream: Command, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_next_commands_lead_to_the_same_api(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(api="http://h:1", home=Path("/my home"))
-    say_next(given, "run watch demo", "up", "eval /x")
+    say_next(given, "run watch demo", "up", "eval demo", "plan my.toml")
     assert capsys.readouterr().err.splitlines() == [
         "next: slipstream run watch demo --api http://h:1 --home '/my home'",
         "next: slipstream up --home '/my home'",
-        "next: slipstream eval /x",
+        "next: slipstream eval demo --api http://h:1 --home '/my home'",
+        "next: slipstream plan my.toml",
     ]
     say_next(arguments(output="json"), "run ls")
     assert capsys.readouterr().err == ""
