@@ -54,9 +54,7 @@ def drawn_weights(config: DFlashConfig, *, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def write_checkpoint(
-    recipe: Path, run: Path, config: DFlashConfig, weights: dict[str, Tensor], step: int = 12
-) -> Path:
+def write_checkpoint(recipe: Path, run: Path, config: DFlashConfig, weights: dict[str, Tensor], step: int = 12) -> Path:
     """One complete checkpoint in a new run directory, as a trainer would have saved it; returns it."""
     spec: RunSpec = load_recipe(recipe).spec
     directory = RunDirectory(run)
