@@ -18,8 +18,13 @@ def make_rows(variants: Mapping[str, dict[str, Any]]) -> list[Row]:
         length = one.accepted_length(ALL)
         rows.append(
             Row(
-                *(name, "accepted length, bonus included, all prompts, variant ÷ base", "tokens"),
-                *(length, base_length, BASE, length / base_length),
+                name,
+                "accepted length, bonus included, all prompts, variant ÷ base",
+                "tokens",
+                length,
+                base_length,
+                BASE,
+                length / base_length,
                 interval=ratio_interval(one, base, ALL),
             )
         )

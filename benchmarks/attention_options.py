@@ -58,17 +58,19 @@ def main() -> int:
         sys.stdout.write("\n" + json.dumps(measure(args.size, OPTIONS[args.worker])) + "\n")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    deadline, found = time.monotonic() + args.leave_by, {}
+    deadline = time.monotonic() + args.leave_by
+    found: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(OPTIONS):
         left = deadline - time.monotonic()
         found[name] = in_own_process(args, name, number, left) if left > 20 else {"failed": "no time left"}
         sys.stdout.write(line_of(name, found[name], found["default"]) + "\n")
         sys.stdout.flush()
+    default = found["default"]
     rows = [
-        Row(f"{args.size}, {name}", f"{part} of one layer", "ms", result[part], found["default"][part], "default")
+        Row(f"{args.size}, {name}", f"{part} of one layer", "ms", result[part], default[part], "default")
         for name, result in found.items()
         for part in ("forward", "backward")
-        if part in result and part in found["default"]
+        if part in result and part in default
     ]
     if not rows:
         return 1
@@ -92,7 +94,7 @@ def in_own_process(args: argparse.Namespace, name: str, number: int, timeout: fl
 def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Median milliseconds of one layer's attention, forward and backward, on the mask of a pack of this size."""
     import torch
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     from benchmarks.peers.workload import SIZES, make_pack
     from drafter_trainer.block_mask import TILE, AttentionLayout, build_block_attention
@@ -103,6 +105,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     pack = make_pack(size, device, 0, split_features=True)
     layout = AttentionLayout("flex", size.block_size)
     mask = build_block_attention(layout, pack.anchors, pack.tensors["position_ids"]).full
+    assert isinstance(mask, BlockMask)
     queries, keys = mask.seq_lengths
     assert queries % TILE == keys % TILE == 0
     generator = torch.Generator(device).manual_seed(0)
@@ -123,10 +126,13 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=kernel)  # type: ignore[return-value]
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=kernel)
 
     compiled = compile_owned(attend, name="attention", graphs=1)
-    forward, backward, output, gradients = [], [], None, ()
+    forward: list[float] = []
+    backward: list[float] = []
+    output: torch.Tensor | None = None
+    gradients: tuple[torch.Tensor, ...] = ()
     for _ in range(STEPS + 3):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()

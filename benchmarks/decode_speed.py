@@ -20,8 +20,9 @@ from torch import Tensor
 
 from benchmarks.kernel_parts import profile_steps
 from benchmarks.results_file import RESULTS, Row, write_results
-from drafter_trainer.drafter import DFlashDrafter, initialise_weights
+from drafter_trainer.drafter import initialise_weights
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.drafter_interface import Drafter
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.captured import captured
 from drafter_trainer.evaluation.command import open_checkpoint
@@ -52,12 +53,11 @@ class Target:
     final_norm: Tensor
     recipe: DrafterSpec
 
-    def untrained(self, layers: int, block_size: int) -> DFlashDrafter:
+    def untrained(self, layers: int, block_size: int) -> Drafter:
         """A drafter with first weights, placed beside the target."""
         layer_types = ("full_attention",) * layers
         shape = {"num_layers": layers, "block_size": block_size, "layer_types": layer_types}
-        config: DrafterConfig = resolve_drafter_config(self.recipe.model_copy(update=shape), self.config)
-        drafter = DFlashDrafter(config)
+        drafter = resolve_drafter_config(self.recipe.model_copy(update=shape), self.config).build()
         initialise_weights(drafter, 0, self.final_norm)
         return drafter.to(self.loaded.model.device, self.loaded.model.dtype).eval()
 
@@ -148,7 +148,7 @@ class Timed:
     def __init__(
         self,
         target: Target,
-        drafter: DFlashDrafter | None,
+        drafter: Drafter | None,
         prompts: list[Tensor],
         *,
         graphs: bool,
@@ -226,7 +226,7 @@ def trained_rows(
     from drafter_trainer.checkpoint import load_drafter_weights
 
     text, weights = load_drafter_weights(open_checkpoint(args.run)[0])
-    drafter = DFlashDrafter(DrafterConfig.from_json(text))
+    drafter = DrafterConfig.from_json(text).build()
     drafter.load_state_dict(weights)
     drafter = drafter.to(target.loaded.model.device, target.loaded.model.dtype).eval()
     needed = max(len(prompt_ids(target.loaded, prompt)) for prompt in chosen) + NEW_TOKENS + drafter.config.block_size

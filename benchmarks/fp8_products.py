@@ -86,7 +86,7 @@ def measure_parts(leave_by: float) -> tuple[dict[str, Times], dict[str, str]]:
     return found, failed
 
 
-def milliseconds(function: Callable[[], Any], repetitions: int = 12) -> float:
+def milliseconds(function: Callable[..., object], repetitions: int = 12) -> float:
     """Median on the device; three calls first, which compile."""
     import torch
 

@@ -54,13 +54,7 @@ def rows_of(answer: dict[str, Any]) -> list[Row]:
     """The rows that one part gives."""
     if "failed" in answer:
         return []
-    rows = {
-        "wait": _rows_of_wait,
-        "subscribers": _rows_of_subscribers,
-        "ring": _rows_of_ring,
-        "memory": _rows_of_memory,
-    }
-    return rows[answer["what"]](answer)
+    return ROWS[answer["what"]](answer)
 
 
 def _rows_of_wait(answer: dict[str, Any]) -> list[Row]:

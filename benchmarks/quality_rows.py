@@ -66,8 +66,15 @@ def _length_rows(label: str, ours: Measured, peer: Measured | None, *, floors: b
         floor = FLOORS.get(source) if floors else None
         rows.append(
             Row(
-                *(_case(label, ours, source), "accepted length, bonus included, ours ÷ peer", "tokens"),
-                *(length, theirs, PEER, length / theirs, None, floor, GOAL if floor else None),
+                _case(label, ours, source),
+                "accepted length, bonus included, ours ÷ peer",
+                "tokens",
+                length,
+                theirs,
+                PEER,
+                length / theirs,
+                floor=floor,
+                goal=GOAL if floor else None,
                 interval=ratio_interval(ours, peer, source),
             )
         )

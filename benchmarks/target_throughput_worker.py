@@ -176,6 +176,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
     Everything is the server's own but the loading of weights, which would only be read from a file to be random.
     """
     from slipstream.wire.arena import shared_memory_directory
+    from target_server.producer import Producer
     from target_server.server import ServerSettings, TargetServer
     from target_server.target_model import TargetModel
 
@@ -219,8 +220,10 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
         if not output.exists():
             raise SystemExit("the subscriber failed")
         assert server._served is not None
+        producer = server._served.producer
+        assert isinstance(producer, Producer), "the engine is a thread of this process"
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return answer | {"forward": alone, "engine_ms": server._served.producer.times.milliseconds()}
+    return answer | {"forward": alone, "engine_ms": producer.times.milliseconds()}
 
 
 def run_subscriber(command: Sequence[str], loaded: threading.Event, ended: threading.Event) -> None:
@@ -239,8 +242,8 @@ def run_subscriber(command: Sequence[str], loaded: threading.Event, ended: threa
 def target_spec(shape: Shape, args: argparse.Namespace) -> Any:
     from slipstream.run_spec.spec import TargetSpec
 
-    dtype = "bfloat16" if args.device != "cpu" else "float32"
-    return TargetSpec(model=shape.title, dtype=dtype, compile=args.compile == "true")
+    on_gpu = args.device != "cpu"
+    return TargetSpec(model=shape.title, dtype="bfloat16" if on_gpu else "float32", compile=args.compile == "true")
 
 
 def random_target(shape: Shape, spec: Any, device: str, directory: Path) -> Any:

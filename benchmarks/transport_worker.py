@@ -49,8 +49,8 @@ def measure_bytes(client: TargetClient) -> Callable[..., dict[str, Any]]:
     names = [spec.name for spec in probe.manifest.tensors]
     size = probe.manifest.payload_size_bytes
     source, copy = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    readers = [choose_reader(name, target, client.channel) for name in ("shm", "grpc")]  # type: ignore[arg-type]
-    moves: dict[str, Callable[[], object]] = {"memcpy": lambda: np.copyto(copy, source)}
+    readers = [choose_reader(name, target, client.channel) for name in ("shm", "grpc")]
+    moves: dict[str, Callable[..., object]] = {"memcpy": lambda: np.copyto(copy, source)}
     for reader in readers:
         moves[reader.name] = lambda reader=reader: reader.read(probe, names)
 
@@ -64,7 +64,7 @@ def measure_bytes(client: TargetClient) -> Callable[..., dict[str, Any]]:
     return measure
 
 
-def rate(move: Callable[[], object], size: int, seconds: float) -> float:
+def rate(move: Callable[..., object], size: int, seconds: float) -> float:
     """`move` repeated for so long; once before, unmeasured."""
     move()
     moved, began = 0, time.perf_counter()
