@@ -193,7 +193,11 @@ class _Reader:
     def _take(self, lease: batch_pb2.Lease) -> None:
         reference = PayloadRef.of_lease(lease)
         try:
-            tensors = self._link.reader.read(reference, list(self._stream.shapes))
+            # Copies: for a GPU they lie in the slot itself, which is the server's again once the read is confirmed.
+            tensors = {
+                name: tensor.clone()
+                for name, tensor in self._link.reader.read(reference, list(self._stream.shapes)).items()
+            }
         except SlipstreamError as error:
             if error.reason is not Reason.PAYLOAD_CORRUPT:
                 raise
@@ -205,8 +209,7 @@ class _Reader:
             return
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         assert found == dict(self._stream.shapes), found
-        # Copies: what the reader returns may be page-locked, of which a host has little.
-        self.packs[lease.manifest.sequence_number] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.packs[lease.manifest.sequence_number] = tensors
 
     def _request(self) -> pb.OpenSubscriptionRequest:
         return pb.OpenSubscriptionRequest(

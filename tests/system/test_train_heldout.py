@@ -218,6 +218,29 @@ def test_every_pack_comes_whatever_happens_on_the_way(desk: Desk) -> None:
     assert not any(faults.values()), "not everything that was planned has happened"
 
 
+def test_a_slot_may_be_written_again_as_soon_as_its_read_is_confirmed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a GPU packs are read where they lie; what is kept of them must not."""
+    undisturbed = as_tokens(desk.read())
+    lent: list[dict[str, Tensor]] = []
+    read, confirm = FaultyReader.read, desk.client.confirm_read
+
+    def read_in_place(reader: FaultyReader, ref: PayloadRef, names: Sequence[str]) -> dict[str, Tensor]:
+        lent.append(read(reader, ref, names))
+        return lent[-1]
+
+    def confirm_and_write_again(request: pb.ConfirmReadRequest) -> pb.ConfirmReadResponse:
+        answer = confirm(request)
+        for tensor in lent[-1].values():
+            tensor.fill_(1)
+        return answer
+
+    monkeypatch.setattr(FaultyReader, "read", read_in_place)
+    monkeypatch.setattr(desk.client, "confirm_read", confirm_and_write_again)
+    assert as_tokens(desk.read()) == undisturbed
+
+
 def test_a_killed_server_is_waited_for(desk: Desk, server: Server) -> None:
     assert len(desk.read({1: [server.die_and_come_back]})) == len(desk.read())
 
