@@ -35,6 +35,8 @@ from benchmarks.worker_process import WorkerFailedError, WorkerProcess
 from slipstream.child_processes import sigterm_as_exit
 
 READERS = 3
+APART_PACKS = 500
+"""Between the beginnings of two measurements: what one has read and lies on the shelf is not to be had by the next."""
 SAMPLE_SECONDS = 1.0
 LEAST_SAMPLES = 40
 KEPT_SAMPLES = 100
@@ -200,6 +202,7 @@ def measure_subscribers(args: argparse.Namespace, work: Path, deadline: float) -
     setup = set_up(args.shared_model or ("small" if args.device == "cpu" else "qwen3-1.7b"), args, work)
     rates: dict[str, list[float]] = {"one": [], "three": []}
     waited: list[float] = []
+    first_step = 0
     server_log = args.out / "pipeline-subscribers-server.log"
     with ExitStack() as leaving:
         served = leaving.enter_context(target_server(setup.serve(), work, server_log, setup.environment))
@@ -214,7 +217,8 @@ def measure_subscribers(args: argparse.Namespace, work: Path, deadline: float) -
         while another_round(len(rates["three"]), args, began, deadline):
             for name, chosen in (("one", readers[:1]), ("three", readers)):
                 group = f"{name}-{len(rates[name])}"
-                asked = {"seconds": args.seconds, "group": group, "group_size": len(chosen)}
+                asked = {"seconds": args.seconds, "group": group, "group_size": len(chosen), "first_step": first_step}
+                first_step += APART_PACKS
 
                 def ask(number: int, asked: dict[str, Any] = asked, group: str = group) -> dict[str, Any]:
                     return readers[number].ask(ANSWER_SECONDS, run=f"{group}-{number}", **asked)

@@ -25,10 +25,11 @@ class Subscription:
     group: str = ""
     """Runs of one group start together: none is served before all have subscribed."""
     group_size: int = 0
+    first_step: int = 0
 
 
 class StepReader:
-    """One run, from the beginning of its stream. Every call is one step of the protocol, so that each can be timed."""
+    """One run. Every call is one step of the protocol, so that each can be timed."""
 
     def __init__(self, client: TargetClient, wanted: Subscription, reader: PayloadReader | None = None) -> None:
         """Subscribe; `reader`: how payloads are read, None for a run that never does."""
@@ -49,12 +50,12 @@ class StepReader:
             )
         )
         self._subscription, self._incarnation = opened.subscription, opened.incarnation
-        self.rewind()
+        self.seek(wanted.first_step)
 
-    def rewind(self) -> None:
-        """Seek to the beginning; what is leased is void."""
+    def seek(self, next_step: int) -> None:
+        """Go on from a step; what is leased is void."""
         seek = pb.SeekSubscriptionRequest(
-            subscription=self._subscription, expected_incarnation=self._incarnation, next_step=0
+            subscription=self._subscription, expected_incarnation=self._incarnation, next_step=next_step
         )
         self._incarnation = self._client.seek_subscription(seek).incarnation
 

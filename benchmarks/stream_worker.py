@@ -38,7 +38,7 @@ def read(client: TargetClient, reader: PayloadReader, spec: RunSpec, asked: dict
     """Packs of a run for so many seconds from the first one on.
 
     Args:
-        asked: `run`, `seconds`, and for runs that start together `group` and `group_size`.
+        asked: `run`, `seconds`; for runs that start together `group` and `group_size`; `first_step`, default 0.
 
     Returns:
         When each pack was committed, in seconds of the host's monotonic clock; seconds spent waiting for packs.
@@ -51,6 +51,7 @@ def read(client: TargetClient, reader: PayloadReader, spec: RunSpec, asked: dict
         spec.loss.needs_target_distribution,
         asked.get("group", ""),
         asked.get("group_size", 0),
+        asked.get("first_step", 0),
     )
     run = StepReader(client, wanted, reader)
     committed: list[float] = []

@@ -97,7 +97,7 @@ class RoundTrips:
 
     def _cycle(self, step_seconds: float) -> list[list[float]]:
         """Seek to the beginning, then take the first packs of the stream as steps."""
-        self._run.rewind()
+        self._run.seek(0)
         return [self._step(step, step_seconds) for step in range(SHELF_PACKS)]
 
     def _step(self, step: int, step_seconds: float) -> list[float]:
