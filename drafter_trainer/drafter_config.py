@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from drafter_trainer.drafter_registry import configuration_of
+from drafter_trainer.drafter_registry import configuration_of, failures_of_package
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
@@ -114,7 +114,8 @@ class DrafterConfig:
                 f"and has the unknown keys {sorted(found - expected)}"
             )
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return kind(**(values | lists))
+        with failures_of_package(kind.architecture, "it does not read its own configuration"):
+            return kind(**(values | lists))
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,8 @@ def resolve_drafter_config(spec: DrafterSpec, target: TargetConfig) -> DrafterCo
     """Fill in every size that the recipe leaves to the target, as the recipe's architecture does.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, the architecture is not installed, or does not read what is set; what `resolve`
-            raises.
+        SlipstreamError: SPEC_INVALID, the architecture is not installed, or does not read what is set;
+            ENVIRONMENT_UNSUPPORTED, its package fails; what `resolve` raises.
     """
     kind = configuration_of(spec.architecture, Reason.SPEC_INVALID)
     fields = type(spec).model_fields
@@ -257,7 +258,8 @@ def resolve_drafter_config(spec: DrafterSpec, target: TargetConfig) -> DrafterCo
             remedy=f"Leave it out. It reads {', '.join(sorted(kind.reads)) or 'nothing'} besides "
             f"{', '.join(sorted(_OF_EVERY_ARCHITECTURE))}.",
         )
-    return kind.resolve(spec, target)
+    with failures_of_package(spec.architecture, "it cannot resolve the settings of [drafter]"):
+        return kind.resolve(spec, target)
 
 
 def shared_fields(spec: DrafterSpec, target: TargetConfig) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """From the name of a drafter architecture to its code: Slipstream's own, or what an installed package brings."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.errors import SlipstreamError
@@ -33,15 +35,30 @@ def configuration_of(name: object, reason: Reason) -> "type[DrafterConfig]":
         )
     if len(found) > 1:
         raise _unusable(name, f"several packages bring it: {', '.join(sorted(one.value for one in found))}")
-    try:
+    with failures_of_package(name, f"{found[0].value} cannot be loaded"):
         loaded = found[0].load()
-    except (ImportError, AttributeError) as error:
-        raise _unusable(name, f"{found[0].value} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, DrafterConfig)):
         raise _unusable(name, f"{found[0].value} is no subclass of DrafterConfig")
     if getattr(loaded, "architecture", None) != name:
         raise _unusable(name, f"{found[0].value} calls itself {getattr(loaded, 'architecture', None)!r}")
     return loaded
+
+
+@contextmanager
+def failures_of_package(name: object, what: str) -> Iterator[None]:
+    """Whatever the code of the package raises is said in words, as its failure; Slipstream's own stays a crash.
+
+    Raises:
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED; one that the package raises goes through.
+    """
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        if name == DFLASH:
+            raise
+        raise _unusable(name, f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _unusable(name: object, why: str) -> SlipstreamError:

@@ -85,6 +85,8 @@ def test_settings_that_nobody_reads_are_refused(site: Path) -> None:
     [
         ({"code": "import not_there_at_all"}, "cannot be loaded: ModuleNotFoundError"),
         ({"code": "x = 1"}, "cannot be loaded: AttributeError"),
+        ({"code": "def of("}, "cannot be loaded: SyntaxError"),
+        ({"code": "raise RuntimeError('no licence')"}, "cannot be loaded: RuntimeError: no licence"),
         ({"code": "LastFeatureConfig = dict"}, "is no subclass of DrafterConfig"),
         ({"name": "other"}, "calls itself 'last_feature'"),
     ],
@@ -92,6 +94,13 @@ def test_settings_that_nobody_reads_are_refused(site: Path) -> None:
 def test_a_package_that_brings_no_architecture(package: dict[str, Any], words: str, site: Path) -> None:
     with installed(write_plug_in(site, **package)):
         error = refused(DrafterSpec(architecture=package.get("name", NAME)))
+    assert words in error.message and error.reason is Reason.ENVIRONMENT_UNSUPPORTED
+
+
+def test_a_package_that_fails_on_what_a_recipe_sets(site: Path) -> None:
+    with installed(write_plug_in(site)):
+        error = refused(DrafterSpec(architecture=NAME, options={"width": "wide"}))
+    words = "cannot resolve the settings of [drafter]: ValueError: invalid literal for int() with base 10: 'wide'"
     assert words in error.message and error.reason is Reason.ENVIRONMENT_UNSUPPORTED
 
 
