@@ -116,7 +116,8 @@ class Segment:
     def touch(self, clock: float) -> None:
         """Note that records are used: for this process, and for the one after it."""
         self.last_used = clock
-        os.utime(self.data_fd)
+        with contextlib.suppress(OSError):  # a disk that has become read-only still gives what lies on it
+            os.utime(self.data_fd)
 
     def append(self, key: bytes, record: ByteArray) -> Place:
         """Write a record (uint8, contiguous), then its entry.

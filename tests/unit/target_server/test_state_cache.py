@@ -232,6 +232,22 @@ def test_a_damaged_record_is_computed_again(open_cache: CacheMaker) -> None:
     assert np.array_equal(stream.arena.slot(1), expected)
 
 
+def test_a_disk_that_has_become_read_only_still_serves(open_cache: CacheMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = open_cache()
+    stream, pack = slot_stream((0,)), make_pack([FIRST])
+    size = stream.layout.size_bytes
+    expected = compute(stream, 0, pack)[:size]
+    keep(cache, stream, 0, pack)
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(state_cache_segment.os, "utime", refuse)
+    stream.arena.slot(1)[:] = 255
+    assert recall(cache, stream, 1, pack) == ()
+    assert np.array_equal(stream.arena.slot(1)[:size], expected)
+
+
 def test_nobody_waits_for_a_disk_that_hangs(open_cache: CacheMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_cache()
     stream = slot_stream((0,))
