@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.errors import SlipstreamError
@@ -35,6 +35,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
 """Seconds before an engine that has died is started again; each death in a row doubles them."""
 _HEALTHY_SECONDS = 60.0
 """An engine that was ready for so long was no failed attempt, even where nobody wanted a pack."""
+SILENT_SECONDS = 60.0
+"""An engine that has had a pack for so long without a word is named in the log, and again after as long. It is not
+ended: it may compile, or the target be slow."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class _Ordered:
     work: Work
     pack: Pack
     stream: Stream
+    since: float = field(default_factory=time.monotonic)
 
 
 class EngineKeeper:
@@ -123,7 +127,10 @@ class EngineKeeper:
             for process in engine.ranks:
                 selector.register(process.line, selectors.EVENT_READ, process)
             while True:
-                for key, _ in selector.select():
+                heard = selector.select(SILENT_SECONDS)
+                if not heard:
+                    self._note_silence(engine)
+                for key, _ in heard:
                     rank: RankProcess = key.data
                     message = rank.line.receive()
                     if message is None:
@@ -139,6 +146,19 @@ class EngineKeeper:
                     if not loading:
                         ready_since = time.monotonic()
                         self._begin_service(engine, facts)
+
+    def _note_silence(self, engine: Engine) -> None:
+        with self._changed:
+            waiting = list(self._in_flight.values())
+        seconds = time.monotonic() - min((ordered.since for ordered in waiting), default=float("inf"))
+        if seconds < SILENT_SECONDS:
+            return
+        log_event(
+            _log, "warning", "engine_silent", engine=engine.name, pids=[rank.pid for rank in engine.ranks],
+            packs=[ordered.work.sequence_number for ordered in waiting], seconds=round(seconds),
+            effect="runs wait that need these packs",
+            remedy="if it neither compiles nor computes, kill its processes: it is started again, and loses no pack",
+        )  # fmt: skip
 
     def _begin_service(self, engine: Engine, facts: dict[str, Any]) -> None:
         self.was_ready = True

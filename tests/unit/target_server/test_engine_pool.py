@@ -211,6 +211,22 @@ def test_what_a_killed_engine_had_is_computed_again_and_never_suspected(
         assert "SIGKILL" in event["why"] and 1 in event["packs_lost"]
 
 
+def test_an_engine_that_says_nothing_is_named_in_the_log(
+    make_house: HouseMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_keeper, "SILENT_SECONDS", 0.05)
+    house = make_house(1)
+    house.order("hold-1")
+    house.open()
+    taken = house.take_meanwhile(4)
+    (held,) = wait_for(lambda: house.held(1))
+    silent = wait_for(lambda: [event for event in events(caplog, "engine_silent") if 1 in event["packs"]])[0]
+    assert silent["pids"] == [held] and "kill its processes" in silent["remedy"]
+    os.kill(held, signal.SIGKILL)
+    (house.orders / "hold-1").unlink()
+    assert taken() == ([0, 1, 2, 3], [])
+
+
 def test_a_pack_that_crashes_its_engine_twice_is_set_aside_with_its_documents(
     make_house: HouseMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
