@@ -7,6 +7,7 @@ What a benchmark of speed measures does not depend on the weights, and nothing h
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    # The parent starts its children with signals held.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     shape = SHAPES[args.shape]
     write_target(shape, args.directory / "target", args.device)
     write_documents(shape, args.directory / "documents.jsonl")

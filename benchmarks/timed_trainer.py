@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slipstream.wire.channel import WaitInterruptedError
+
 RESOLUTION = 1_000_000
 """Virtual steps of a schedule by the clock."""
 GATE_SECONDS = 0.02
@@ -67,14 +69,15 @@ def main() -> int:
 
 
 def _gated(join: Callable[..., Any], ready: Path | None, go: Path | None) -> Callable[..., Any]:
-    """Before the run subscribes, so that nothing is leased or computed for one that waits."""
+    """Before the run subscribes, so that nothing is leased or computed for one that waits; until it is told to end."""
 
-    def gated(*arguments: Any) -> Any:
+    def gated(link: Any, *arguments: Any) -> Any:
         if ready is not None:
             ready.touch()
         while go is not None and not go.exists():
-            time.sleep(GATE_SECONDS)
-        return join(*arguments)
+            if link._client.stop.wait(GATE_SECONDS):
+                raise WaitInterruptedError("the gate")
+        return join(link, *arguments)
 
     return gated
 

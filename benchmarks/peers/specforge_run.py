@@ -19,6 +19,7 @@ import argparse
 import json
 import logging
 import random
+import signal
 import statistics
 import sys
 import time
@@ -133,6 +134,8 @@ def main() -> int:
     parser.add_argument("--loss-type", choices=("dflash", "dpace"), default="dflash")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
+    # The parent starts its children with signals held; this one is to end as soon as the time is over.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     try:
         import specforge  # noqa: F401 - told before minutes are spent on the target

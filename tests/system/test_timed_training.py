@@ -50,6 +50,10 @@ def test_training_waits_at_its_gate_ends_with_its_time_and_can_be_decoded_with(
             pytest.raises(TrainingFailedError, match="does not define a run"),
         ):
             broken.wait_until_ready()
+
+        with TrainerProcess(place, server, tmp_path / "gated", ENDLESS, seconds=1.0) as gated:
+            gated.wait_until_ready()
+        assert gated._process.returncode == 0, "one that still waits at its gate ends when it is told to"
     with pytest.raises(TrainingFailedError, match="target server ended"):
         server.check()
 
