@@ -1,4 +1,4 @@
-"""`target-server serve`: flags become settings; torch is imported only once they are right."""
+"""Command line of the target server: flags become settings; torch is imported only once they are right."""
 
 import argparse
 import json

@@ -52,7 +52,7 @@ class _Given(BaseModel):
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register both commands."""
+    """Register the commands."""
     inspect = commands.add_parser("inspect", help="look at the first records of a recipe's data")
     index = commands.add_parser(
         "index", help="tokenize a recipe's data ahead of a run; goes on where it was broken off"
@@ -62,7 +62,11 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         parser.add_argument("sources", nargs="+", metavar="RECIPE|FILE", help="a recipe (.toml), or files of data")
         parser.add_argument("--model", help="whose tokenizer: directory, hub name or .gguf file; else the recipe's")
         parser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="override data.… or target.…"
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="override a recipe's setting; of files: data.… or target.…",
         )
         parser.add_argument(
             "--report", type=Path, required=True, metavar="FILE", help="receives what was found, as JSON"

@@ -99,7 +99,7 @@ class RecordEncoder:
                 report.drop(bad.finding, where)
                 continue
             identity = id_hash(parsed.id)
-            if _is_heldout(identity, self._settings.heldout_fraction) == (self._settings.split == "heldout"):
+            if is_heldout(identity, self._settings.heldout_fraction) == (self._settings.split == "heldout"):
                 places[where] = (_signed(identity), place_of(block.file, number))
                 if block.layout not in (None, parsed.layout):
                     report.note(Finding.OTHER_LAYOUT, where)
@@ -115,12 +115,8 @@ def id_hash(conversation_id: str) -> int:
     return int.from_bytes(hashlib.sha256(conversation_id.encode()).digest()[:8], "big")
 
 
-def is_heldout(conversation_id: str, fraction: float) -> bool:
-    """Whether a conversation is held out: its id's sha256, read as a number in [0, 1), lies below `fraction`."""
-    return _is_heldout(id_hash(conversation_id), fraction)
-
-
-def _is_heldout(identity: int, fraction: float) -> bool:
+def is_heldout(identity: int, fraction: float) -> bool:
+    """Whether a conversation is held out: its `id_hash`, read as a number in [0, 1), lies below `fraction`."""
     return identity < fraction * 2.0**64
 
 

@@ -42,7 +42,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
             "--model", help="whose tokenizer: a directory, a hub name or a .gguf file; else the recipe's"
         )
         action.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="override data.… or target.…"
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="override a recipe's setting; of files: data.… or target.…",
         )
         action.add_argument("--strict", action="store_true", help="fail when a record is dropped")
         action.add_argument("-o", "--output", choices=("text", "json"), default="text")
@@ -61,7 +65,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         help="answer the recipe's eval.prompts greedily, into its eval.heldout: what drafters are measured on while "
         "they train",
     )
-    parser.add_argument("--max-new-tokens", metavar="N", help="of an answer; default: 1024")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", help="of an answer; default: 1024, with --heldout always eval.max_new_tokens"
+    )
     parser.add_argument("--temperature", metavar="T", help="0 is greedy, the default")
     parser.add_argument("--top-p", metavar="P", help="default: 1")
     parser.add_argument("--top-k", metavar="K", help="default: all tokens")

@@ -32,9 +32,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     get = _add_action(actions, "get", "one run: state, progress, conditions, history")
     get.add_argument("--spec", action="store_true", help="print its definition instead, as a recipe")
     _add_every(_add_action(actions, "watch", "follow a run until it rests; Ctrl-C leaves it alone"))
-    for name, summary in (("logs", "what its training processes wrote"), ("events", "what happened to it")):
+    for name, summary, end in (
+        ("logs", "what its training processes wrote", "the run rests"),
+        ("events", "what happened to it", "Ctrl-C"),
+    ):
         lines = _add_action(actions, name, summary)
-        lines.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until Ctrl-C")
+        lines.add_argument("-f", "--follow", action="store_true", help=f"go on with what comes, until {end}")
         lines.add_argument("--tail", type=_count, metavar="N", help="only the last N; default: all there are")
     for name, summary in (
         ("pause", "save and hold; the trainer stays"),

@@ -15,7 +15,7 @@ from slipstream.wire.data_report import DataReport, Finding, FindingCount
 from target_server import document_index
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
-from target_server.record_encoder import is_heldout
+from target_server.record_encoder import id_hash, is_heldout
 from target_server.tokens_and_mask import ChatEncoder
 
 
@@ -67,11 +67,11 @@ def test_splits_are_disjoint_complete_and_by_id_alone(tmp_path: Path, tokenizers
     assert len(train.documents) + len(heldout.documents) == 200
     assert 25 <= len(heldout.documents) <= 75
     assert train.report.other_split == heldout.report.used
-    assert all(is_heldout(name, 0.25) for name in heldout.documents.ids)
+    assert all(is_heldout(id_hash(name), 0.25) for name in heldout.documents.ids)
     # A larger fraction only adds to the held-out documents.
-    assert all(is_heldout(name, 0.4) for name in heldout.documents.ids)
+    assert all(is_heldout(id_hash(name), 0.4) for name in heldout.documents.ids)
     first_eight_bytes = hashlib.sha256(b"a-0").hexdigest()[:16]
-    assert is_heldout("a-0", 0.25) == (int(first_eight_bytes, 16) / 2**64 < 0.25)
+    assert is_heldout(id_hash("a-0"), 0.25) == (int(first_eight_bytes, 16) / 2**64 < 0.25)
 
 
 def test_the_content_hash_covers_names_bytes_order_and_format(tmp_path: Path, tokenizers: dict) -> None:
