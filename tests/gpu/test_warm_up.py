@@ -14,7 +14,7 @@ from drafter_trainer.warmup import adversarial_batches, load_representable_weigh
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import EvalSpec
-from tests.gpu.real_step import LENGTHS, VOCABULARY, real_plan, real_spec, real_step
+from tests.gpu.real_step import BLOCK, LENGTHS, VOCABULARY, real_plan, real_spec, real_step
 from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
 CUDA = torch.device("cuda")
@@ -41,7 +41,7 @@ def test_a_warm_step_compiles_nothing_more_and_refuses_another_length(caplog: py
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_a_run_that_measures_is_warm_for_it(precision: str) -> None:
-    """Matches of the graph without gradients are those of the trained one; after the freeze nothing compiles."""
+    """The graph without gradients computes what the trained one does; after the freeze nothing compiles."""
     spec = real_spec(precision).model_copy(update={"eval": EvalSpec(heldout="answers.jsonl")})
     before = compiled_graphs()
     step, plan = real_step(spec), real_plan(spec)
@@ -52,12 +52,23 @@ def test_a_run_that_measures_is_warm_for_it(precision: str) -> None:
     step.load_weights(step.first_weights(0))
     for name, batch in adversarial_batches(CUDA, plan, torch.bfloat16, vocab_size=VOCABULARY):
         pack = batch.packs[0]
-        matched = step.matched(pack)
         targets = step.block_targets(pack)
-        hidden = step.hidden_states(pack, targets).detach()
-        trained = matched_slots(hidden, step._head, targets, step._loss_config, step._chunk_matches)
-        # The two graphs may round differently, and a choice may hang on that.
-        assert (matched == trained).float().mean() > 0.99, name
+        trained = step.hidden_states(pack, targets).detach()
+        with torch.no_grad():
+            laid_out = step._laid_out(pack.tensors, pack.anchors)
+            drafted = step._hidden_of(pack.tensors, pack.anchors, laid_out, step._drafting)
+        rows = pack.anchors.valid.repeat_interleave(BLOCK)
+        distance = (drafted - trained)[rows].float().norm() / trained[rows].float().norm().clamp(min=1e-20)
+        assert distance < {"bfloat16": 0.02, "float32": 1e-3}[precision], name
+        # Labels that the trained graph chooses: the two may round differently, and a choice may hang on that.
+        choices = (trained @ step.frozen.head.t()).argmax(dim=-1).view_as(targets.labels)
+        chosen = targets._replace(labels=torch.empty_like(targets.labels).copy_(choices))
+        most = targets.counted[:, 1:].long().cumprod(dim=1).sum(dim=1)
+        matched = matched_slots(drafted, step._head, chosen, step._loss_config, step._chunk_matches)
+        assert (matched <= most).all() and matched.sum() >= 0.7 * most.sum(), name
+        assert torch.equal(
+            step.matched(pack), matched_slots(drafted, step._head, targets, step._loss_config, step._chunk_matches)
+        )
     assert compiled_graphs() - before == declared
 
 

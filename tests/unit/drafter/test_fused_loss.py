@@ -21,6 +21,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _RUNS = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or _INTERPRETED)
 needs_triton = pytest.mark.skipif(not _RUNS, reason="needs Triton and a CUDA device, or TRITON_INTERPRET=1")
 DEVICE = torch.device("cpu" if _INTERPRETED else "cuda")
+# Of sums over all slots, both in float32; a GPU's exponential is exact to two units in the last place.
+CLOSE = 2e-6 if _INTERPRETED else 1e-5
 MIXES = ["cross_entropy", "kl", {"cross_entropy": 0.5, "kl": 2.0}]
 
 
@@ -51,7 +53,7 @@ def test_it_gives_what_the_plain_chunk_gives(objective: Mix, scheme: str) -> Non
         case = on_device(Case(seed), with_target=objective != "cross_entropy")
         (fused, gradient), (plain, expected) = ours(case, config, fused_loss_of_chunk), ours(case, config)
         for name in ("numerator", "weight", "slot_correct", "slot_count", "matched_prefix", "blocks"):
-            torch.testing.assert_close(getattr(fused, name), getattr(plain, name), rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(getattr(fused, name), getattr(plain, name), rtol=CLOSE, atol=1e-6)
         torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=2e-6 * expected.abs().max().item())
 
 
