@@ -126,7 +126,9 @@ def _opened_head(file: SourceFile, size: int) -> tuple[bytes, bool]:
             raw.seek(0)
             head = b""
             with suppress(EOFError, OSError, zlib.error):  # the damage is reported where the records are read
-                head = gzip.GzipFile(fileobj=raw).read(size)
+                stream = gzip.GzipFile(fileobj=raw)
+                while len(head) < size and (more := stream.read1(size - len(head))):
+                    head += more
     return head, compressed
 
 

@@ -1,5 +1,6 @@
 """Files as people have them: whatever is odd is a line in the report, with its place, in `inspect` and in the index."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ def test_what_is_odd_is_a_line_in_the_report(
     assert found.examples[0] == where
     assert report.used == used + 1, "what can be used is used, and one odd file keeps no other from being read"
     assert any(where in line and found.in_words() in line for line in report.summary_lines())
+
+
+@pytest.mark.parametrize("layout", ["lines", "array"])
+def test_what_comes_before_the_damage_is_read_as_what_it_is(tmp_path: Path, tokenizers: dict, layout: str) -> None:
+    whole = {"lines": (".jsonl.gz", GOOD + b"\n"), "array": (".json.gz", b"[" + GOOD + b"]")}
+    suffix, content = whole[layout]
+    file = tmp_path / f"f{suffix}"
+    file.write_bytes(gzip.compress(content)[:-8] + bytes(8))  # checksum and length of something else
+    files = find_files((str(file),), None)
+    data = DataSpec(files=(str(file),), pack_tokens=256)
+    report = inspect_files(data, files, tokenizers["chatml"], model="m", limit=100, document=1).report
+    assert report.used == 1
+    assert [(entry.finding, entry.count) for entry in (*report.dropped, *report.notes)] == [(Finding.DAMAGED_GZIP, 1)]
 
 
 @pytest.mark.parametrize(
