@@ -62,17 +62,19 @@ def _ask(args: argparse.Namespace, step: str) -> dict[str, Any]:
 
 
 def _found_here(args: argparse.Namespace, step: str, refusal: SlipstreamError) -> str:
-    """The run's directory below runs/ or in the local stack, and the step as it was given."""
+    """The run's directory here, below runs/ or in the local stack, and the step as it was given."""
     from slipstream.launcher.home import run_directories
 
-    looked_for = run_directories(args.run, args.home)
+    looked_for = [Path(args.run), *run_directories(args.run, args.home)] if args.run else []
     for directory in looked_for:
         if directory.is_dir():
-            print(f"{refusal.message}; taking {directory}", file=sys.stderr)
+            print(f"{refusal.message.removesuffix('.')}; taking {directory}", file=sys.stderr)
             return f"{directory}@{step}" if step else str(directory)
-    places = ", ".join(map(str, (args.run, *looked_for)))
+    if not looked_for:
+        raise refusal
+    places = ", ".join(map(str, looked_for))
     raise SlipstreamError(
-        f"{refusal.message}; nor is there {places}", reason=refusal.reason, remedy=refusal.remedy
+        f"{refusal.message.removesuffix('.')}; nor is there {places}", reason=refusal.reason, remedy=refusal.remedy
     ) from refusal
 
 

@@ -56,10 +56,13 @@ def test_eval_of_a_run_by_its_name(slipstream: Command, saved: list[Path], start
     ]
 
 
-def test_eval_of_a_path_asks_nobody(slipstream: Command, started: list[list[str]]) -> None:
+def test_eval_of_a_path_asks_nobody(
+    slipstream: Command, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     evaluate(slipstream, "runs/demo@20", "--api", "http://127.0.0.1:1", "--jobs", "2")
     evaluate(slipstream, "--help")
     assert started == [["runs/demo@20", "--jobs", "2"], ["--help"]]
+    assert "--token-file" in capsys.readouterr().out, "the other flags are shown by the evaluation itself"
 
 
 def test_refusals(slipstream: Command, saved: list[Path]) -> None:
@@ -86,6 +89,10 @@ def test_what_lies_here_is_taken_where_no_api_knows_the_run(
     (tmp_path / "home" / "runs" / "old").mkdir(parents=True)
     evaluate(slipstream, "old@5", "--home", str(tmp_path / "home"))
     assert started == [[f"{tmp_path / 'home' / 'runs' / 'old'}@5"]]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    evaluate(slipstream, "here@best")
+    assert started[1:] == [["here@best"]]
     # Nor is there one: nothing listens on port 1.
     monkeypatch.setattr("slipstream.control_client._wait_before", lambda _attempt: None)
     access = argparse.Namespace(api="http://127.0.0.1:1", token_file=None, home=tmp_path / "home")
