@@ -1,9 +1,12 @@
 """Attach and detach: a person decides who works on what."""
 
+from pathlib import Path
+
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.fakes.control_plane import Desk, assert_problem, report
+from tests.fakes.plug_in import NAME, installed, write_plug_in
 
 
 def test_a_second_trainer_for_a_second_run(desk: Desk, client: TestClient) -> None:
@@ -27,6 +30,21 @@ def test_detached_and_attached_again(desk: Desk) -> None:
     assert "was detached" in desk.get("runs/demo")["conditions"][0]["message"]
     desk.post("/v1/trainers/t1:attach", {"run": "demo"})
     assert desk.beat()["assignment"]["desired_state"] == "RUNNING"
+
+
+def test_a_run_whose_plug_in_has_gone_waits_and_holds_nobody_up(desk: Desk, client: TestClient, tmp_path: Path) -> None:
+    desk.target()
+    with installed(write_plug_in(tmp_path)):
+        desk.run("odd", drafter={"architecture": NAME})
+    desk.trainer()
+    desk.run()
+    desk.reconcile()
+    assert (desk.state("odd"), desk.state()) == ("PENDING", "STARTING")
+    desk.trainer("t2")
+    desk.reconcile()
+    (condition,) = desk.get("runs/odd")["conditions"]
+    assert "does not understand the definition of odd: drafter.architecture: 'last_feature'" in condition["message"]
+    assert_problem(client.post("/v1/trainers/t2:attach", json={"run": "odd"}), 409, "TRAINER_UNSUITABLE")
 
 
 def test_detached_from_a_paused_run_the_trainer_is_free(desk: Desk) -> None:
