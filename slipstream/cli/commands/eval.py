@@ -26,11 +26,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: what comes first is no path, and no run with such a checkpoint on this machine.
     """
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags = argparse.ArgumentParser(
+        usage="slipstream eval RUN[@STEP] …, with the flags below and these:", add_help=False, allow_abbrev=False
+    )
     add_access_flags(flags)
     access, arguments = flags.parse_known_args(args.arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments[0] = checkpoint_path(access, arguments[0], "eval {}")
+    if {"-h", "--help"}.intersection(arguments):
+        print(flags.format_help(), flush=True)
     command = [sys.executable, "-m", "drafter_trainer", "eval", *arguments]
     with sigterm_as_exit(), child_process(command) as evaluation:
         return exit_status(evaluation)
