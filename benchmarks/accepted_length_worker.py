@@ -1,4 +1,4 @@
-"""Measures drafters by decoding, one after the other, over one loaded target: commands on stdin, answers on stdout.
+"""Measures drafters by decoding, one after the other, over one loaded target; obeys benchmarks/worker_process.py.
 
 Prompts are decoded greedily in batches over caches of fixed size, first plainly, then with each drafter, whose outputs
 must be those of plain decoding up to near-ties. A drafter is a checkpoint, or a directory in a published format, which
@@ -6,12 +6,9 @@ decodes a prompt for its self-test before it is measured.
 """
 
 import argparse
-import json
 import logging
-import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.worker_process import answer_all
 from drafter_trainer.drafter_interface import Drafter
 from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting, static_length
 from drafter_trainer.evaluation.decode import Decoded
@@ -33,7 +31,6 @@ from slipstream.target_loading import load_causal_lm
 BLOCK_ROOM = 64
 """The longest block there is: caches of one size serve every drafter."""
 GAP_BOUND = {"float32": 0.0, "bfloat16": 0.5}
-REASON_LENGTH = 400
 
 
 class Meter:
@@ -135,24 +132,15 @@ def main() -> int:
     parser.add_argument("--dtype", choices=tuple(GAP_BOUND), default="bfloat16")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false")
     args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    meter: Meter
 
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    try:
+    def begin() -> dict[str, Any]:
+        nonlocal meter
         meter = Meter(args.model, load_prompts(args.prompts, args.prompts_per_source), args)
-        answer(meter.plain())
-        for line in sys.stdin:
-            answer(meter.measure(json.loads(line)["directory"]))
-    except Exception as error:  # noqa: BLE001 - the process's boundary: the reason is the answer
-        traceback.print_exc()
-        answer({"failed": " ".join(f"{type(error).__name__}: {error}".split())[:REASON_LENGTH]})
-        return 1
-    return 0
+        return meter.plain()
+
+    return answer_all(begin, lambda command: meter.measure(command["directory"]))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
-"""One side of benchmarks/train_step.py in a process of its own: builds it, then does what each line on stdin says.
+"""One side of benchmarks/train_step.py in a process of its own: builds it, then does what each command says.
 
-Commands and answers are JSON, one a line. Answers go to the stdout that the process started with; whatever libraries
-print goes to stderr.
+It obeys benchmarks/worker_process.py.
 """
 
 import argparse
 import itertools
-import json
 import logging
-import os
 import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -23,10 +19,10 @@ from benchmarks.kernel_parts import profile_steps
 from benchmarks.matmul_peak import matmul_peak
 from benchmarks.peers.side import Side, SideUnavailableError
 from benchmarks.peers.workload import SIZES, TINY, Pack, Size, make_pack
+from benchmarks.worker_process import answer_all
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 3
-REASON_LENGTH = 400
 PACKS = 3
 """Held on the device by every side, as a trainer prefetches them."""
 
@@ -37,32 +33,15 @@ def main() -> int:
     parser.add_argument("--size", required=True)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     size = TINY if args.size == TINY.name else SIZES[args.size]
-    return serve(Worker(args.variant, size, torch.device("cuda:0" if args.device == "cuda" else "cpu")), answers)
+    worker = Worker(args.variant, size, torch.device("cuda:0" if args.device == "cuda" else "cpu"))
 
+    def obey(command: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(worker, command.pop("do"))(**command)
+        return answer
 
-def serve(worker: "Worker", answers: TextIO) -> int:
-    """Answer until stdin ends, or something fails: then the last answer says why."""
-
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    try:
-        answer(worker.build())
-        for line in sys.stdin:
-            command = json.loads(line)
-            answer(getattr(worker, command.pop("do"))(**command))
-    except Exception as error:  # noqa: BLE001 - the process's boundary: the reason becomes the row of this side
-        traceback.print_exc()
-        known = isinstance(error, SideUnavailableError)
-        reason = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
-        answer({"failed": reason[:REASON_LENGTH]})
-        return 1
-    return 0
+    return answer_all(worker.build, obey, in_own_words=SideUnavailableError)
 
 
 class Worker:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from slipstream.child_processes import end_process
+
+REASON_LENGTH = 400
 
 
 class WorkerFailedError(Exception):
@@ -91,7 +94,39 @@ def commands() -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in sys.stdin)
 
 
-def reply(answer: dict[str, Any]) -> None:
-    """In the worker: one answer."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+def answer_all(
+    begin: Callable[[], dict[str, Any]],
+    obey: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    in_own_words: type[Exception] | tuple[type[Exception], ...] = (),
+) -> int:
+    """In a worker whose libraries print: answer once unasked, then every command; a failure is the last answer.
+
+    Args:
+        begin: gives the first answer.
+        obey: from a command to its answer.
+        in_own_words: exceptions whose text says it all.
+
+    Returns:
+        The exit status.
+    """
+    # Answers go to the stdout that the process started with, whatever else is printed to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        reply(begin(), answers)
+        for command in commands():
+            reply(obey(command), answers)
+    except Exception as error:  # noqa: BLE001 - the process's boundary: the reason is the answer
+        traceback.print_exc()
+        text = str(error) if isinstance(error, in_own_words) else f"{type(error).__name__}: {error}"
+        reply({"failed": " ".join(text.split())[:REASON_LENGTH]}, answers)
+        return 1
+    return 0
+
+
+def reply(answer: dict[str, Any], output: TextIO | None = None) -> None:
+    """In the worker: one answer; `output`: default: stdout."""
+    output = output or sys.stdout
+    output.write(json.dumps(answer) + "\n")
+    output.flush()
