@@ -1,4 +1,4 @@
-"""Keeps one engine alive and busy: two packs in flight, and what a dead engine leaves is put in order.
+"""④→⑤ Keeps one engine process alive and busy: two packs in flight, and what a dead engine leaves is put in order.
 
 Two threads. One hands packs over as soon as there is demand and room; the other listens to the engine, and when that
 has died it waits until the last of its processes is gone, gives its slots back and starts it again.

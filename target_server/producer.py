@@ -1,4 +1,7 @@
-"""④→⑤ The engine: the one thread that runs the target. It waits for demand, computes a pack, puts it on the shelf."""
+"""④→⑤ The engine: the one thread that runs a target. It waits for demand, computes a pack, puts it on the shelf.
+
+A thread of the server, or the main thread of an engine process (engine_process.py), whose packs the server publishes.
+"""
 
 import logging
 import threading

@@ -61,7 +61,7 @@ class SlotWrite:
 
 
 class SlotWriter:
-    """Writes payloads into slots of arenas. For the engine thread."""
+    """Writes payloads into slots of arenas. For the thread that runs the target."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -28,7 +28,7 @@ class Work:
 
 
 class WorkQueue:
-    """What the engine thread asks and reports. Thread-safe."""
+    """What engines ask and report. Thread-safe."""
 
     def __init__(self, book: LeaseBook) -> None:
         self._book = book
