@@ -12,6 +12,7 @@ from torch import Tensor
 import slipstream
 from drafter_trainer.checkpoint_state import CheckpointState
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.architectures import remedy_where_missing
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -79,7 +80,8 @@ def _definition_of(state: CheckpointState, where: str) -> RunSpec:
         raise SlipstreamError(
             f"{where} holds a run definition that cannot be understood:\n  " + "\n  ".join(problems),
             reason=Reason.CHECKPOINT_INVALID,
-            remedy=f"It was written by Slipstream {state.versions.get('slipstream', 'of an unknown version')}, this is "
+            remedy=remedy_where_missing(error)
+            or f"It was written by Slipstream {state.versions.get('slipstream', 'of an unknown version')}, this is "
             f"{slipstream.__version__}: resume with that one, or start a new run: --set name=… or another --run-dir.",
         ) from error
 

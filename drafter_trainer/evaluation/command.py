@@ -17,6 +17,7 @@ from slipstream.child_processes import sigterm_as_exit
 from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import load_prompts
+from slipstream.run_spec.architectures import remedy_where_missing
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
@@ -225,7 +226,7 @@ def _definition_invalid(directory: Path, error: ValidationError) -> SlipstreamEr
     return SlipstreamError(
         f"the run definition in checkpoint {directory} cannot be understood: {key}: {first['msg']}",
         reason=Reason.CHECKPOINT_INVALID,
-        remedy="It may come from another version of Slipstream; evaluate with that one.",
+        remedy=remedy_where_missing(error) or "It may come from another version of Slipstream; evaluate with that one.",
     )
 
 

@@ -2,6 +2,8 @@
 
 from importlib.metadata import EntryPoint, entry_points
 
+from pydantic import ValidationError
+
 DFLASH = "dflash"
 """The one that comes with Slipstream."""
 GROUP = "slipstream.drafters"
@@ -16,6 +18,12 @@ def installed_architectures() -> tuple[str, ...]:
 def entry_points_of(name: str) -> tuple[EntryPoint, ...]:
     """Where packages say that the architecture lies; more than one place is an error of who installed them."""
     return tuple({one.value: one for one in entry_points(group=GROUP, name=name)}.values())
+
+
+def remedy_where_missing(error: ValidationError) -> str | None:
+    """What to do about a saved run whose drafter's architecture is not installed; None: that is not the error."""
+    missing = any(problem["loc"] == ("drafter", "architecture") for problem in error.errors())
+    return f"Install the package that brings this architecture (entry points {GROUP})." if missing else None
 
 
 def require_installed(name: str) -> str:

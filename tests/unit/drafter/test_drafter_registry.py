@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from drafter_trainer.checkpoint_state import read_state
 from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig, resolve_drafter_config
+from drafter_trainer.evaluation.command import open_checkpoint
 from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
+from drafter_trainer.resume import check_same_run
 from slipstream.errors import SlipstreamError
 from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.architectures import installed_architectures
@@ -137,6 +140,19 @@ def test_the_plan_and_a_beginning_of_another_architecture_are_refused(site: Path
         with pytest.raises(SlipstreamError, match=words) as caught:
             read_first_weights(saved, config, TrainedTarget("f", "float32", {}))
     assert caught.value.remedy == 'Set in [drafter]: architecture = "dflash".'
+
+
+def test_a_run_of_an_architecture_that_has_gone(site: Path, tmp_path: Path) -> None:
+    recipe = write_tiny_run(tmp_path / "run")
+    spec = load_recipe(recipe).spec
+    recipe.write_text(recipe.read_text().replace("[drafter]", f'[drafter]\narchitecture = "{NAME}"'))
+    with installed(write_plug_in(site)):
+        saved = write_checkpoint(recipe, tmp_path / "saved", exportable_config(), drawn_weights(exportable_config()))
+    for use in (lambda: open_checkpoint(saved), lambda: check_same_run(read_state(saved), spec, where="it")):
+        with pytest.raises(SlipstreamError, match="'last_feature' is no drafter architecture") as caught:
+            use()
+        assert caught.value.reason is Reason.CHECKPOINT_INVALID
+        assert caught.value.remedy.startswith("Install the package that brings this architecture")
 
 
 def test_layers_are_computed_again_only_where_the_architecture_can(site: Path) -> None:
