@@ -82,7 +82,7 @@ class Regenerator:
                 f"The target takes {self.max_prompt_tokens + sampling.max_new_tokens} positions; answers of "
                 f"{sampling.max_new_tokens} tokens leave none for a prompt.",
                 reason=Reason.SPEC_INVALID,
-                remedy="Lower --max-new-tokens.",
+                remedy="Lower --max-new-tokens; with --heldout, eval.max_new_tokens.",
             )
 
     def _end_tokens(self) -> set[int]:
@@ -136,7 +136,8 @@ class Regenerator:
             raise SlipstreamError(
                 f"A batch of {len(prompts)} prompts of up to {longest} tokens does not fit into the device's memory.",
                 reason=Reason.OUT_OF_MEMORY,
-                remedy="Lower --batch or --max-new-tokens. What was answered so far is kept.",
+                remedy="Lower --batch, or --max-new-tokens (with --heldout: eval.max_new_tokens), and give another --to, "
+                "because answers of other settings do not continue a file.",
             ) from error
         for row in generated[:, longest:].tolist():
             end = next((index for index, token in enumerate(row) if token in self._ends), None)
