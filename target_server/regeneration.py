@@ -136,8 +136,8 @@ class Regenerator:
             raise SlipstreamError(
                 f"A batch of {len(prompts)} prompts of up to {longest} tokens does not fit into the device's memory.",
                 reason=Reason.OUT_OF_MEMORY,
-                remedy="Lower --batch, or --max-new-tokens (with --heldout: eval.max_new_tokens), and give another --to, "
-                "because answers of other settings do not continue a file.",
+                remedy="Lower --batch, or --max-new-tokens (with --heldout: eval.max_new_tokens), and give another "
+                "--to, because answers of other settings do not continue a file.",
             ) from error
         for row in generated[:, longest:].tolist():
             end = next((index for index, token in enumerate(row) if token in self._ends), None)
