@@ -128,7 +128,7 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming the damaged file and the older checkpoints that are sound; or it is
-            of a newer format version.
+            of a newer format version, or gone.
     """
     _require_known_format(directory)
     problem = _find_damage(directory, names)
@@ -136,6 +136,12 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
         return
     others = [other.name for other in sorted(directory.parent.glob("step-[0-9]*")) if other.name != directory.name]
     sound = [name for name in others if _find_damage(directory.parent / name, None) is None]
+    if sound and not directory.is_dir():
+        raise SlipstreamError(
+            f"Checkpoint {directory} is not there any more: its run keeps only the newest ones and the best.",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="Name the newest one, or pause the run first: it removes none then.",
+        )
     if sound:
         latest = directory.parent / "latest"
         remedy = f"Sound checkpoints here: {', '.join(sound)}. Resume from one: ln -sfn {sound[-1]} {latest}"

@@ -95,6 +95,14 @@ def test_the_newest_are_kept_and_latest_is_among_them(run: RunDirectory) -> None
     assert (run.checkpoints / "latest").readlink() == Path("step-00000040")
 
 
+def test_one_that_its_run_has_pruned_is_not_called_damaged(run: RunDirectory) -> None:
+    first, second = (save_checkpoint(run, make_checkpoint(step), keep=1) for step in (1, 2))
+    with pytest.raises(SlipstreamError, match="step-00000001 is not there any more") as caught:
+        load_drafter_weights(first)
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID
+    load_drafter_weights(second)
+
+
 def test_a_rolled_back_run_prunes_the_dead_branch_first(run: RunDirectory) -> None:
     for step in (10, 20, 30):
         save_checkpoint(run, make_checkpoint(step), keep=3)
