@@ -79,6 +79,8 @@ def test_strict_and_nothing_usable(processes: Processes, mixed: Path, tokenizer:
     nothing = inspect(processes, empty, "--model", tokenizer, status=3).output
     assert "dropped 1: the line is not valid JSON (empty.jsonl:1)" in nothing
     assert "None of 1 records is usable" in nothing
+    empty.write_text("\n")
+    assert "The files hold no record at all." in inspect(processes, empty, "--model", tokenizer, status=3).output
 
 
 def test_a_recipe_names_data_and_tokenizer(processes: Processes, tiny_recipe: Path) -> None:

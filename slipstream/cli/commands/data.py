@@ -152,6 +152,12 @@ def _judge(report: "DataReport", *, strict: bool) -> int:
     from slipstream.errors import SlipstreamError
     from slipstream.run_spec.reasons import Reason
 
+    if report.read == 0:
+        raise SlipstreamError(
+            "The files hold no record at all.",
+            reason=Reason.DATA_INVALID,
+            remedy="Look whether they are those that are meant; docs/data.md lists the layouts that are read.",
+        )
     if report.used + report.other_split == 0:
         raise SlipstreamError(
             f"None of {report.read:,} records is usable.",
