@@ -195,8 +195,9 @@ def _load_answering(args: argparse.Namespace, target: TargetSpec) -> "tuple[Load
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    loaded = load_causal_lm(target, device)
-    fingerprint = fingerprint_target(loaded.files, target.dtype)
+    with said_when_slow(f"loading {target.model} …"):
+        loaded = load_causal_lm(target, device)
+        fingerprint = fingerprint_target(loaded.files, target.dtype)
     return loaded, {"target": target.model, "target_fingerprint": fingerprint}
 
 

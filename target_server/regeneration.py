@@ -205,6 +205,8 @@ def answer_prompts(
             first = number * size
             if first + len(chunk) <= done:
                 continue
+            if tokens == 0:  # the first line below may take many minutes
+                log_event(_logger, "info", "answering", prompts=len(chunk), already_answered=first)
             if first < done:  # cut off in the middle of a chunk: a chunk is answered as a whole
                 _keep_rows(file, first)
                 done = first

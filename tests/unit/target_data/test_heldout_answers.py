@@ -64,6 +64,21 @@ def test_rows_are_what_plain_decoding_gives(target: LoadedTarget, tmp_path: Path
         answer_heldout(target, asked[:1], output, sampling=Sampling(12, batch=3), settings=WHOSE)
 
 
+def test_it_says_what_is_left_before_the_first_answer(
+    target: LoadedTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = prompts_of(evaluation(tmp_path, *({"prompt": "why " * (n + 1)} for n in range(9))))
+
+    def answer() -> list[tuple[str, object]]:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="target_server.regeneration"):
+            answer_heldout(target, asked, tmp_path / "answers.jsonl", sampling=Sampling(2, batch=1), settings=WHOSE)
+        return [(record.message, record.slipstream_fields["prompts"]) for record in caplog.records]  # type: ignore[attr-defined]
+
+    assert answer() == [("answering", 8), ("answered", 8), ("answered", 9)]
+    assert answer() == [], "all is answered"
+
+
 def test_a_prompt_that_the_target_cannot_take(target: LoadedTarget, tmp_path: Path) -> None:
     asked = prompts_of(evaluation(tmp_path, {"prompt": "a"}, {"id": "long", "prompt": "why " * 5000}))
     with pytest.raises(SlipstreamError, match="Prompt long of eval.prompts cannot be answered: it has") as refused:
