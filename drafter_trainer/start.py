@@ -323,7 +323,7 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fi
         torch.manual_seed(spec.train.seed)
         return None
     check_same_run(checkpoint.state, spec, where=str(directory))
-    check_parameters(checkpoint.drafter, step.drafter.config, str(directory))
+    check_parameters(checkpoint.drafter, step.drafter.config, str(directory), must_be_finite=False)
     step.load_weights(checkpoint.drafter)
     step.optimizer.load_state(checkpoint.optimizer)
     restore_rng_state(checkpoint.rng)

@@ -83,27 +83,37 @@ def check_tensors(
     check_named_tensors(tensors, expected_shapes(config), tables, where)
 
 
-def check_parameters(weights: Mapping[str, Tensor], config: DrafterConfig, where: str) -> None:
+def check_parameters(
+    weights: Mapping[str, Tensor], config: DrafterConfig, where: str, *, must_be_finite: bool = True
+) -> None:
     """Compare the weights of a checkpoint with the parameters that its configuration builds, of any architecture.
+
+    `must_be_finite`: False for a run that goes on, whose own steps say in words that it has blown up, and which.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming each wrong tensor.
     """
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in config.build().named_parameters()}
-    check_named_tensors(weights, shapes, {}, where)
+    check_named_tensors(weights, shapes, {}, where, must_be_finite=must_be_finite)
 
 
 def check_named_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], optional: Mapping[str, Shape], where: str
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Shape],
+    optional: Mapping[str, Shape],
+    where: str,
+    *,
+    must_be_finite: bool = True,
 ) -> None:
-    """Compare with names and shapes; every value must be finite.
+    """Compare with names, shapes and dtypes.
 
     Args:
         tensors: of a file, or to be written.
         expected: all that must be there.
         optional: what may be there besides.
         where: they are from, for the error.
+        must_be_finite: every value.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming each wrong tensor.
@@ -120,7 +130,8 @@ def check_named_tensors(
               if tuple(tensor.shape) != allowed[name]]  # fmt: skip
     types = [f"{name} is {tensor.dtype}, expected float32, bfloat16 or float16" for name, tensor in known.items()
              if tensor.dtype not in _DTYPES]  # fmt: skip
-    not_finite = [f"{name} holds {count} values that are not finite" for name, count in _not_finite(known).items()]
+    counts = _not_finite(known) if must_be_finite else {}
+    not_finite = [f"{name} holds {count} values that are not finite" for name, count in counts.items()]
     problems += [_some(found, "; ") for found in (shapes, types, not_finite) if found]
     if problems:
         raise _invalid(f"the weights in {where} are not those of their configuration: {'; '.join(problems)}")
