@@ -24,7 +24,7 @@ demo: venv ## train a drafter for SmolLM2-135M on this machine and decode with i
 # One torch thread a process, and only installed code: nothing is imported because of the working directory.
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONSAFEPATH = 1
-test: venv ## all tests that need no GPU, at most ten minutes on two cores
+test: venv ## all tests that need no GPU, ten minutes on two cores
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: venv ## style, types, import contracts
