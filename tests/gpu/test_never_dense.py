@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,15 +17,14 @@ import torch
 from drafter_trainer import flex_policy
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
-from slipstream.compile_guards import torch_release
 from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
 CONTEXT, ANCHORS, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 32, 2, 1, 128
 
 
 def test_four_threads_are_right_or_refused_and_never_dense() -> None:
-    """Forward and backward. A plain compiled function fails under this load before torch 2.13; ours belongs to one
-    thread."""
+    """Forward and backward. A plain compiled function fails wherever its calls meet another thread's trace, which two
+    modes hold open; ours belongs to one thread."""
     modes = ("held", "lenient", "owned", "race")
     # A process for each, all at once: what one leaves of the compiler's state is no other's.
     children = {
@@ -50,10 +50,12 @@ def test_four_threads_are_right_or_refused_and_never_dense() -> None:
     # Told not to refuse, torch runs the function uncompiled: what would have gone dense meets the tripwire.
     assert results["lenient"]["during"].keys() - {"right"}, results
     assert results["owned"]["during"] == {"AssertionError": 100}, "the function of another thread"
-    assert "dense" not in results["race"]["during"], results
-    release = torch_release(torch.__version__)
-    if release is not None and release < (2, 13):
-        assert results["race"]["during"].keys() - {"right"}, "first calls of four threads were all right on this torch"
+    # Without a trace held open, threads may miss each other: all right, some refused, but nothing else.
+    race = results["race"]["during"]
+    assert "dense" not in race, results
+    # A warning, because pytest shows it for tests that pass.
+    words = ", ".join(f"{count} {outcome}" for outcome, count in race.items())
+    warnings.warn(f"first calls of four threads at once, torch {torch.__version__}: {words}", stacklevel=1)
 
 
 @pytest.mark.parametrize("valid", [ANCHORS, 1, 0], ids=["all valid", "one valid", "none valid"])
