@@ -54,8 +54,8 @@ def run_one_bucket() -> None:
 
     flex_policy.configure_compiler()
     flex_policy.install_tripwire()
-    # No CUDA graphs: without the caching allocator, what a recording allocates is a cudaMalloc, which CUDA forbids while
-    # it records. The same kernels are launched one by one; only the update reads gradients where the backward left them.
+    # No CUDA graphs: without the caching allocator, what a recording allocates is a cudaMalloc, which CUDA forbids
+    # there. The same kernels are launched one by one; only the update reads gradients where the backward left them.
     spec, lengths = real_spec(cuda_graphs=False), (512,)
     step, plan = real_step(spec, lengths), real_plan(spec, lengths)
     load_representable_weights(step)
