@@ -16,7 +16,8 @@ from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.data_report import Finding
-from target_server.conversations import Conversation, Turn
+from target_server.conversations import Conversation
+from target_server.messages import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

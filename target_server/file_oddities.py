@@ -5,7 +5,8 @@ from itertools import islice
 from pathlib import PurePath
 
 from slipstream.wire.data_report import Finding
-from target_server.conversations import BadRecordError, RecordFormat, layout_of
+from target_server.conversations import RecordFormat, layout_of
+from target_server.messages import BadRecordError
 from target_server.record_files import Kind, Position, SourceFile, head_of, kind_of, read_records
 
 _SUFFIXES: dict[str, tuple[Kind, ...]] = {

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
-from target_server.conversations import BadRecordError, Conversation, RecordFormat, TokenRow, parse_record
+from target_server.conversations import Conversation, RecordFormat, TokenRow, parse_record
 from target_server.document_table import EncodedDocuments, encode_documents, place_of
+from target_server.messages import BadRecordError
 from target_server.record_files import Position, Record
 from target_server.tokens_and_mask import ChatEncoder, TrainTurns
 

@@ -26,8 +26,9 @@ from slipstream.target_loading import LoadedTarget
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
 from target_server.chat_template import ChatTemplate
-from target_server.conversations import BadRecordError, Prompt, RecordFormat, parse_prompt
+from target_server.conversations import Prompt, RecordFormat, parse_prompt
 from target_server.data_files import unreadable
+from target_server.messages import BadRecordError
 from target_server.record_files import Position, SourceFile, read_records
 
 CHUNK_BATCHES = 8

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.data_report import MAX_EXAMPLES, Finding, ReportBuilder
-from target_server.conversations import BadRecordError, Conversation, RecordFormat, Turn, parse_record
+from target_server.conversations import Conversation, RecordFormat, parse_record
+from target_server.messages import BadRecordError, Turn
 from target_server.record_files import Position, SourceFile, read_records
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

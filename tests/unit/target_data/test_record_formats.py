@@ -8,13 +8,12 @@ import pytest
 
 from slipstream.wire.data_report import Finding
 from target_server.conversations import (
-    BadRecordError,
     Conversation,
     RecordFormat,
     TokenRow,
-    Turn,
     parse_record,
 )
+from target_server.messages import BadRecordError, Turn
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.data_report import Finding, ReportBuilder
-from target_server.conversations import Conversation, Turn
+from target_server.conversations import Conversation
+from target_server.messages import Turn
 from target_server.tokens_and_mask import ChatEncoder, Document
 from tests.unit.target_data.conftest import STYLES
 

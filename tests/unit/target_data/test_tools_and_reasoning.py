@@ -7,7 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.wire.data_report import Finding, ReportBuilder
-from target_server.conversations import Conversation, TokenRow, Turn
+from target_server.conversations import Conversation, TokenRow
+from target_server.messages import Turn
 from target_server.tokens_and_mask import ChatEncoder
 from tests.unit.target_data.test_tokens_and_mask import encode_all, encode_one, supervised_texts, talk
 
