@@ -1,7 +1,7 @@
 """⑥ What the lease ledger knows, behind one lock: subscriptions, shelves, leases, and the rules that time imposes.
 
-LeaseLedger (trainers), WorkQueue (engine) and StreamControl (operators) are the verbs on it; each takes `lock`, and
-calls the methods below while holding it. `packs` wakes long polls, `work` wakes the engine.
+LeaseLedger (trainers), WorkQueue (engine), StreamShelves (catalog) and StreamControl (operators) are the verbs on it;
+each takes `lock`, and calls the methods below while holding it. `packs` wakes long polls, `work` wakes the engine.
 """
 
 import secrets

@@ -14,8 +14,6 @@ from slipstream.run_spec.reasons import Reason
 from target_server import admission
 from target_server.lease_book import DeliveryState, LeaseBook, stale, wait_until
 from target_server.scheduling import may_pin
-from target_server.shelf import Shelf
-from target_server.shelf_exchange import exchange_shelf
 from target_server.subscription import Lease, Start, Subscription, SubscriptionRecord, SubscriptionTerms
 
 STRIKES_TO_QUARANTINE = 2
@@ -72,28 +70,6 @@ class LeaseLedger:
         with self._book.lock:
             record = self._book.subscription(name).record
             return record.stream, record.terms
-
-    def add_stream(self, stream: str, shelf: Shelf, horizon: int | None = None) -> None:
-        """Serve a stream from now on. No cursor may lie beyond pack `horizon`, also where the stream repeats."""
-        with self._book.lock:
-            self._book.shelves[stream] = shelf
-            self._book.horizons[stream] = horizon
-            self._book.unusable.setdefault(stream, {})
-
-    def retire_stream(self, stream: str) -> bool:
-        """Stop serving a stream that no run uses now; False when one does. Its subscriptions stay."""
-        book = self._book
-        with book.lock:
-            book.expire()
-            members = list(book.members(stream))
-            if book.shelves[stream].is_writing or any(book.present(each) or each.leased for each in members):
-                return False
-            del book.shelves[stream]
-            return True
-
-    def exchange_shelf(self, stream: str, make: Callable[[], Shelf]) -> None:
-        """See shelf_exchange.py."""
-        exchange_shelf(self._book, stream, make)
 
     def open(self, terms: SubscriptionTerms, stream: str, fingerprint: str, end: int | None) -> SubscriptionRecord:
         """Subscribe a run, or find its subscription; the stream was added before. Idempotent.

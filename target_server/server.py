@@ -44,6 +44,7 @@ from target_server.state_cache import StateCache, StateCacheSettings, describe_c
 from target_server.state_cache_queue import CachedQueue
 from target_server.state_cache_store import StateStore
 from target_server.stream_control import StreamControl
+from target_server.stream_shelves import StreamShelves
 from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
 from target_server.target_view import EngineTarget
@@ -228,7 +229,7 @@ class TargetServer:
         )
         catalog = StreamCatalog(
             target,
-            self._ledger,
+            StreamShelves(self._book),
             shelf_bytes=settings.shelf_bytes,
             shm_dir=settings.shm_dir,
             data_roots=settings.data_roots,

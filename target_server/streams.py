@@ -25,12 +25,12 @@ from slipstream.wire.page_lock import lock_pages
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
-from target_server.lease_ledger import LeaseLedger
 from target_server.packing import PackSequence
 from target_server.record_files import SourceFile
 from target_server.shelf import Shelf
 from target_server.stream import Stream
 from target_server.stream_layers import Layers
+from target_server.stream_shelves import StreamShelves
 from target_server.subscription import SubscriptionTerms
 from target_server.target_view import TargetView
 
@@ -50,7 +50,7 @@ class StreamCatalog:
     def __init__(
         self,
         target: TargetView,
-        ledger: LeaseLedger,
+        shelves: StreamShelves,
         *,
         shelf_bytes: int,
         shm_dir: Path | None,
@@ -60,7 +60,7 @@ class StreamCatalog:
         """
         Args:
             target: whose tokenizer, layers and dtype the streams have.
-            ledger: gets a shelf for every stream.
+            shelves: where every stream gets one.
             shelf_bytes: budget of all streams together.
             shm_dir: where arenas live; None for memory of this process only.
             data_roots: directories that conversation files must lie in; None allows every path.
@@ -68,7 +68,7 @@ class StreamCatalog:
         """
         self._on_drop = on_drop
         self._target = target
-        self._ledger = ledger
+        self._shelves = shelves
         self._shelf_bytes = shelf_bytes
         self._shm_dir = shm_dir
         self._data_roots = data_roots
@@ -142,7 +142,7 @@ class StreamCatalog:
     def _add(self, stream: Stream) -> Stream:
         """Put a stream on a shelf."""
         self._streams[stream.name] = stream
-        self._ledger.add_stream(stream.name, _shelf_of(stream), MAX_EPOCHS * stream.sequence.total_packs(1))
+        self._shelves.add(stream.name, _shelf_of(stream), MAX_EPOCHS * stream.sequence.total_packs(1))
         _log_opened(stream)
         return stream
 
@@ -152,7 +152,7 @@ class StreamCatalog:
         Raises:
             SlipstreamError: OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED, TARGET_LOADING; the stream is then as it was.
         """
-        if self._ledger.retire_stream(stream.name):
+        if self._shelves.retire(stream.name):
             self._drop(stream.name)
             layers = Layers.of(terms)
             layout = plan_layout(self._layout_entries(stream.pack_tokens, layers))
@@ -175,7 +175,7 @@ class StreamCatalog:
 
         refused: list[SlipstreamError] = []
         try:
-            self._ledger.exchange_shelf(stream.name, make)
+            self._shelves.exchange(stream.name, make)
         except BaseException:
             if stream.arena.is_closed:
                 self._forget(stream.name)
@@ -204,7 +204,7 @@ class StreamCatalog:
         for name in list(self._streams):
             if slots >= MIN_SLOTS:
                 break
-            if self._streams[name] is not instead_of and self._ledger.retire_stream(name):
+            if self._streams[name] is not instead_of and self._shelves.retire(name):
                 self._drop(name)
                 slots = self._affordable_slots(pack_bytes, instead_of)
         if slots < MIN_SLOTS:

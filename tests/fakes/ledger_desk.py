@@ -8,6 +8,7 @@ from target_server.lease_ledger import Ask, Grant, LeaseLedger, SeekTo
 from target_server.ledger_store import LedgerStore
 from target_server.shelf import PackFacts, Shelf
 from target_server.stream_control import StreamControl
+from target_server.stream_shelves import StreamShelves
 from target_server.subscription import Start, SubscriptionTerms
 from target_server.work_queue import WorkQueue
 
@@ -47,7 +48,8 @@ class LedgerDesk:
         self.queue = WorkQueue(self.book)
         self.control = StreamControl(self.book)
         self.shelf = Shelf(num_slots, 64)
-        self.ledger.add_stream(STREAM, self.shelf)
+        self.shelves = StreamShelves(self.book)
+        self.shelves.add(STREAM, self.shelf)
         self.computed: list[int] = []
         self.slot_contents: dict[int, int] = {}
         self._generation = 0

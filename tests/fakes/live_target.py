@@ -24,6 +24,7 @@ from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget, describe_target
 from target_server.service import HiddenStateService
 from target_server.stream_control import StreamControl
+from target_server.stream_shelves import StreamShelves
 from target_server.streams import StreamCatalog
 from target_server.target_model import TargetModel
 from target_server.work_queue import WorkQueue
@@ -54,7 +55,9 @@ class LiveTarget:
             probe_bytes=PROBE_BYTES,
             max_outstanding=self.book.limits.max_outstanding,
         )
-        self.catalog = StreamCatalog(target, lease_ledger, shelf_bytes=shelf_bytes, shm_dir=shm_dir, data_roots=None)
+        self.catalog = StreamCatalog(
+            target, StreamShelves(self.book), shelf_bytes=shelf_bytes, shm_dir=shm_dir, data_roots=None
+        )
         producer = Producer(target, self._queue, self.catalog)
         self._served = ServedTarget(target.fingerprint, handshake, self.catalog, producer, fixed)
         readiness = Readiness("live")

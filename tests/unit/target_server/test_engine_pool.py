@@ -23,6 +23,7 @@ from target_server.engine_pool import DEATHS_ALLOWED, EnginePool, EngineTerms
 from target_server.lease_book import LeaseBook
 from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
 from target_server.ledger_store import LedgerStore
+from target_server.stream_shelves import StreamShelves
 from target_server.streams import StreamCatalog
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -55,7 +56,7 @@ class House:
         terms = EngineTerms(spec, files, fingerprint_target(files, spec.dtype), directory, None)
         self.pool = EnginePool(plan, terms, self.living.append)
         self.catalog = StreamCatalog(
-            target, self.ledger, shelf_bytes=2**21, shm_dir=directory, data_roots=None, on_drop=self.pool.forget
+            target, StreamShelves(book), shelf_bytes=2**21, shm_dir=directory, data_roots=None, on_drop=self.pool.forget
         )
         self._data = data_spec_json(conversations)
 

@@ -52,7 +52,7 @@ def test_target_time_is_shared_by_runs_wherever_their_cursors_are(make_desk, see
 def test_of_unequal_packs_each_run_gets_the_same_time(make_desk, cost: float) -> None:
     desk = make_desk(num_packs=None)
     other = "streams/other"
-    desk.ledger.add_stream(other, Shelf(4, 64, pack_cost=cost))
+    desk.shelves.add(other, Shelf(4, 64, pack_cost=cost))
     plain = desk.join("plain")
     name = desk.ledger.open(terms("unequal", max_epochs=0), other, FINGERPRINT, None).name
     unequal = name, desk.seek(name, 0)

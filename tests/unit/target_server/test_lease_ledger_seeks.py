@@ -132,7 +132,7 @@ def test_a_cursor_that_cannot_be_is_refused(desk: LedgerDesk, to: SeekTo, words:
 
 def test_a_stream_that_repeats_has_a_horizon(make_desk) -> None:
     desk = make_desk(num_packs=None)
-    desk.ledger.add_stream(STREAM, desk.shelf, horizon=10**9)
+    desk.shelves.add(STREAM, desk.shelf, horizon=10**9)
     name, _ = desk.join("a")
     with refused(Reason.SPEC_INVALID):
         desk.seek(name, 10**9 + 1)

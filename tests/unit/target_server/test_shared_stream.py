@@ -215,11 +215,11 @@ def test_an_abandoned_pack_is_computed_later(desk: LedgerDesk) -> None:
 def test_a_stream_is_retired_only_when_nobody_uses_it(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a")
     assert desk.get(name, incarnation) == [0]
-    assert not desk.ledger.retire_stream(STREAM)
+    assert not desk.shelves.retire(STREAM)
     desk.pass_time(31.0)
-    assert desk.ledger.retire_stream(STREAM)
+    assert desk.shelves.retire(STREAM)
     assert desk.ledger.wanted_by(name) == (STREAM, terms("a"))
-    desk.ledger.add_stream(STREAM, desk.shelf)
+    desk.shelves.add(STREAM, desk.shelf)
     assert desk.get(name, incarnation) == [1]
 
 

@@ -16,6 +16,7 @@ from target_server.producer import Producer
 from target_server.state_cache import StateCache, describe_cached
 from target_server.state_cache_queue import CachedQueue
 from target_server.state_cache_store import StateStore
+from target_server.stream_shelves import StreamShelves
 from target_server.streams import StreamCatalog
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -35,7 +36,7 @@ class Engine:
         book = LeaseBook(self.store)
         self.ledger = LeaseLedger(book)
         queue = WorkQueue(book)
-        self.catalog = StreamCatalog(target, self.ledger, shelf_bytes=2**22, shm_dir=None, data_roots=None)
+        self.catalog = StreamCatalog(target, StreamShelves(book), shelf_bytes=2**22, shm_dir=None, data_roots=None)
         self.cache = None
         self.queue: WorkQueue | CachedQueue = queue
         if cache_directory is not None:

@@ -27,6 +27,7 @@ from target_server.served_target import ServedTarget
 from target_server.service import HiddenStateService, _terms
 from target_server.stream import SMALL_TENSORS, Stream
 from target_server.stream_control import StreamControl
+from target_server.stream_shelves import StreamShelves
 from target_server.streams import MIN_SLOTS, StreamCatalog
 from target_server.subscription import Lease, SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -51,7 +52,9 @@ class Engine:
         self.ledger = LeaseLedger(book)
         self.control = StreamControl(book)
         self.queue = WorkQueue(book)
-        self.catalog = StreamCatalog(target, self.ledger, shelf_bytes=shelf_bytes, shm_dir=None, data_roots=None)
+        self.catalog = StreamCatalog(
+            target, StreamShelves(book), shelf_bytes=shelf_bytes, shm_dir=None, data_roots=None
+        )
         self.producer = Producer(target, self.queue, self.catalog)
 
     def join(self, terms: SubscriptionTerms) -> tuple[str, str]:
@@ -268,7 +271,7 @@ def test_a_pack_in_work_is_waited_for_before_its_slot_goes(engine: Engine, terms
 def test_a_pack_that_never_ends_refuses_the_layer_for_now(
     engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("target_server.shelf_exchange.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("target_server.stream_shelves.PATIENCE_SECONDS", 0.01)
     a, _ = engine.join(terms)
     engine.ledger.lease(a, Ask(1))
     work = engine.queue.next_work(0.0)
