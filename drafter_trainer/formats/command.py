@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafter_trainer.checkpoint_name import find_checkpoint
 from drafter_trainer.evaluation.command import open_checkpoint
+from slipstream.checkpoint_name import find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason

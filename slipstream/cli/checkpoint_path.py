@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint_name import SavedSteps, find_checkpoint, linked_step, places_of, split_name
 from slipstream.cli.api_access import control_api
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -28,63 +29,44 @@ def checkpoint_path(args: argparse.Namespace, text: str, command: str) -> str:
     """
     if "/" in text or Path(text).exists():
         return text
-    args.run, _, step = text.partition("@")
+    args.run, choice = split_name(text)
     try:
-        chosen = _ask(args, step)
+        chosen = _ask(args, choice)
     except SlipstreamError as error:
         if error.reason not in (Reason.RUN_UNKNOWN, Reason.NOT_READY):
             raise
-        return _found_here(args, step, error)
+        return _found_here(args, text, error)
     path = Path(chosen["path"])
-    if step == "best":
-        path = path.parent / "best"
     if not path.is_dir():
-        raise _not_here(args, step, path, str(chosen["storage"]), command)
+        raise _not_here(path, str(chosen["storage"]), command)
     return str(path)
 
 
-def _ask(args: argparse.Namespace, step: str) -> dict[str, Any]:
+def _ask(args: argparse.Namespace, choice: str) -> dict[str, Any]:
     from slipstream.control_client import segment
 
     with control_api(args) as client:
-        found = list(client.listing(f"/v1/runs/{segment(args.run)}/checkpoints"))
+        found = {int(one["step"]): one for one in client.listing(f"/v1/runs/{segment(args.run)}/checkpoints")}
+    newest = max(found, default=None)
     # A link beside them says which one is the best.
-    newest = step in ("", "latest", "best")
-    wanted = [one for one in found if newest or str(one["step"]) == step.lstrip("0")]
-    if not wanted:
-        there = ", ".join(str(one["step"]) for one in found) or "none"
-        raise SlipstreamError(
-            f"run {args.run} has no checkpoint {'yet' if newest else f'of step {step}'}, expected one of: {there}",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy=f"`slipstream checkpoint ls {shlex.quote(args.run)}` lists them.",
-        )
-    return max(wanted, key=lambda one: int(one["step"]))
+    best = linked_step(Path(found[newest]["path"]).parent, "best") if newest is not None else None
+    return found[SavedSteps(f"run {args.run}", found, newest, best).choose(choice)]
 
 
-def _found_here(args: argparse.Namespace, step: str, refusal: SlipstreamError) -> str:
-    """The run's directory here, below runs/ or in the local stack, and the step as it was given."""
-    from slipstream.launcher.home import run_directories
-
-    looked_for = [Path(args.run), *run_directories(args.run, args.home)] if args.run else []
-    for directory in looked_for:
-        if directory.is_dir():
-            print(f"{refusal.message.removesuffix('.')}; taking {directory}", file=sys.stderr)
-            return f"{directory}@{step}" if step else str(directory)
+def _found_here(args: argparse.Namespace, text: str, refusal: SlipstreamError) -> str:
+    """Below runs/ or in the local stack."""
+    looked_for = places_of(args.run, args.home)
     if not looked_for:
         raise refusal
-    places = ", ".join(map(str, looked_for))
-    raise SlipstreamError(
-        f"{refusal.message.removesuffix('.')}; nor is there {places}", reason=refusal.reason, remedy=refusal.remedy
-    ) from refusal
+    if not any(directory.is_dir() for directory in looked_for):
+        message = f"{refusal.message.removesuffix('.')}; nor is there {', '.join(map(str, looked_for))}"
+        raise SlipstreamError(message, reason=refusal.reason, remedy=refusal.remedy) from refusal
+    found = find_checkpoint(text, args.home)
+    print(f"{refusal.message.removesuffix('.')}; taking {found}", file=sys.stderr)
+    return str(found)
 
 
-def _not_here(args: argparse.Namespace, step: str, path: Path, storage: str, command: str) -> SlipstreamError:
-    if step == "best" and path.parent.is_dir():
-        return SlipstreamError(
-            f"run {args.run} has no best checkpoint: none was measured while it trained",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy="Leave @best out for the newest; a run with eval.heldout measures its checkpoints.",
-        )
+def _not_here(path: Path, storage: str, command: str) -> SlipstreamError:
     return SlipstreamError(
         f"the checkpoint lies at {path} on the trainer's machine ({storage}), not on this one",
         reason=Reason.CHECKPOINT_INVALID,

@@ -52,7 +52,7 @@ def test_eval_of_a_run_by_its_name(slipstream: Command, saved: list[Path], start
     assert started == [
         [str(saved[1]), "--prompts", "p.jsonl"],
         [str(saved[0]), "--graphs"],
-        [str(saved[0].parent / "best")],
+        [str(saved[0])],
     ]
 
 
@@ -86,13 +86,16 @@ def test_what_lies_here_is_taken_where_no_api_knows_the_run(
 ) -> None:
     desk.target()
     desk.run("another")
-    (tmp_path / "home" / "runs" / "old").mkdir(parents=True)
+    checkpoint = tmp_path / "home" / "runs" / "old" / "checkpoints" / "step-00000005"
+    checkpoint.mkdir(parents=True)
     evaluate(slipstream, "old@5", "--home", str(tmp_path / "home"))
-    assert started == [[f"{tmp_path / 'home' / 'runs' / 'old'}@5"]]
+    assert started == [[str(checkpoint)]]
+    answer = slipstream("eval", "old@7", "--home", str(tmp_path / "home"))
+    assert (answer.status, "old has no checkpoint of step 7, expected one of: 5" in answer.err) == (11, True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    evaluate(slipstream, "here@best")
-    assert started[1:] == [["here@best"]]
+    evaluate(slipstream, "here@latest")
+    assert started[1:] == [["here"]]
     # Nor is there one: nothing listens on port 1.
     monkeypatch.setattr("slipstream.control_client._wait_before", lambda _attempt: None)
     access = argparse.Namespace(api="http://127.0.0.1:1", token_file=None, home=tmp_path / "home")

@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from drafter_trainer.checkpoint_name import find_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint
 from drafter_trainer.cli import main
 from drafter_trainer.formats.export import export
@@ -22,6 +21,7 @@ from drafter_trainer.formats.published import FORMATS, read_published
 from drafter_trainer.formats.self_test import TargetReader, compare_forward, run_self_test
 from drafter_trainer.formats.sglang import SglangFormat
 from drafter_trainer.formats.vllm import VllmFormat
+from slipstream.checkpoint_name import find_checkpoint
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.reasons import Reason
@@ -241,7 +241,7 @@ def test_a_step_that_is_not_there(step: str, source: Source) -> None:
     with pytest.raises(SlipstreamError, match="expected one of: 12"):
         find_checkpoint(f"{source.run}@{step}")
     assert find_checkpoint(f"{source.run}@12") == source.checkpoint
-    assert find_checkpoint(f"{source.run}@latest") == source.checkpoint
+    assert find_checkpoint(f"{source.run}@latest") == source.run
 
 
 def test_flags_that_contradict(source: Source, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_trainer.checkpoint_name import find_checkpoint
+from slipstream.checkpoint_name import SavedSteps, find_checkpoint, split_name
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -40,7 +40,8 @@ def test_a_name_is_a_run_here_or_in_the_local_stack(here: Path) -> None:
 def test_a_step_behind_a_name_or_a_path(here: Path) -> None:
     checkpoints = make_run(here / "runs" / "demo") / "checkpoints"
     assert find_checkpoint("demo@5").samefile(checkpoints / "step-00000005")
-    assert find_checkpoint("demo@latest").samefile(checkpoints / "step-00000010")
+    assert find_checkpoint("demo@step-00000005").samefile(checkpoints / "step-00000005")
+    assert find_checkpoint("demo@latest") == find_checkpoint("demo") == Path("runs/demo")
     assert find_checkpoint("demo@best").samefile(checkpoints / "step-00000005")
     assert find_checkpoint("runs/demo@best").samefile(checkpoints / "step-00000005")
     (checkpoints / "best").unlink()
@@ -48,6 +49,17 @@ def test_a_step_behind_a_name_or_a_path(here: Path) -> None:
         find_checkpoint("demo@best")
     with pytest.raises(SlipstreamError, match="runs/demo has no checkpoint of step 7"):
         find_checkpoint("demo@7")
+
+
+def test_names_are_split_at_the_last_at() -> None:
+    found = [split_name(text) for text in ("demo", "demo@7", "a@b/run@best", "demo@")]
+    assert found == [("demo", ""), ("demo", "7"), ("a@b/run", "best"), ("demo", "")]
+
+
+def test_a_run_without_checkpoints_has_no_best_one_yet_either() -> None:
+    for choice in ("", "latest", "best"):
+        with pytest.raises(SlipstreamError, match="run demo has no checkpoint yet, expected one of: none is there"):
+            SavedSteps("run demo", (), None, None).choose(choice)
 
 
 def test_a_path_with_an_at_is_what_it_is(here: Path) -> None:
