@@ -28,8 +28,8 @@ from slipstream.child_processes import one_gpu, sigterm_as_exit
 
 VARIANTS = ("ours", "specforge", "ours-fp8", "ours-graphs", "specforge-shipped", "specforge-compiled", "speculators")
 """In this order by default, so that what matters most is there when time runs out."""
-ON_REQUEST = ("ours-graphs-fused", "ours-graphs-kl", "ours-graphs-kl-fused", "ours-graphs-muon")
-"""Other work than the peers', or what no run uses yet."""
+ON_REQUEST = ("ours-graphs-kl", "ours-graphs-muon")
+"""Other work than the peers'."""
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3

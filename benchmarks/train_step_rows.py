@@ -20,11 +20,10 @@ FLOORS = {
     ("A", "ours-fp8", "specforge"): (1.7, 2.0),
     ("C", "ours", "specforge"): (5.0, 8.0),
     ("C", "ours-graphs", "specforge"): (5.0, 8.0),
-    ("C", "ours-graphs-fused", "specforge"): (5.0, 8.0),
 }
 """Floor and goal of a peer's step time ÷ ours."""
-OTHER_LOSS = ("specforge-shipped", "ours-graphs-kl", "ours-graphs-kl-fused")
-OURS = ("ours", "ours-fp8", "ours-graphs", "ours-graphs-fused")
+OTHER_LOSS = ("specforge-shipped", "ours-graphs-kl")
+OURS = ("ours", "ours-fp8", "ours-graphs")
 PEERS = ("specforge", "specforge-compiled", "specforge-shipped", "speculators")
 
 

@@ -184,25 +184,10 @@ def _ours_graphs(size: Size, device: torch.device) -> Side:
     return OurSide(size, device, cuda_graphs=True)
 
 
-def _ours_fused(size: Size, device: torch.device) -> Side:
-    from benchmarks.peers.ours import OurSide
-    from drafter_trainer import fused_loss
-
-    fused_loss.FUSED_LOSS = True
-    return OurSide(size, device, cuda_graphs=True)
-
-
 def _ours_kl(size: Size, device: torch.device) -> Side:
     from benchmarks.peers.ours import OurSide
 
     return OurSide(size, device, cuda_graphs=True, changes={"loss": {"objective": "kl", "slot_weights": "dpace"}})
-
-
-def _ours_kl_fused(size: Size, device: torch.device) -> Side:
-    from drafter_trainer import fused_loss
-
-    fused_loss.FUSED_LOSS = True
-    return _ours_kl(size, device)
 
 
 def _ours_muon(size: Size, device: torch.device) -> Side:
@@ -245,9 +230,7 @@ SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
     "ours": _ours,
     "ours-fp8": _ours_fp8,
     "ours-graphs": _ours_graphs,
-    "ours-graphs-fused": _ours_fused,
     "ours-graphs-kl": _ours_kl,
-    "ours-graphs-kl-fused": _ours_kl_fused,
     "ours-graphs-muon": _ours_muon,
     "specforge": _specforge,
     "specforge-compiled": _specforge_compiled,

@@ -125,7 +125,7 @@ def loss_of_chunk(chunk: ChunkInput, head: FrozenHead, config: LossConfig) -> Ch
     target = None if chunk.target is None else chunk.target.flatten(0, 1)
     slots = _statistics(SlotInput(chunk.hidden.flatten(0, 1), chunk.labels.flatten(), target), head, config)
     weights = final_weights(slots.cross_entropy.view_as(chunk.weights), chunk, config)
-    gradient = slots.gradient_of(weights.flatten()).view_as(chunk.hidden)
+    gradient = _weighted(slots.gradient, weights.flatten()).view_as(chunk.hidden)
     numerator = (weights * slots.cost.view_as(weights)).sum()
     return ChunkResult(numerator, gradient, slots.correct.view_as(chunk.counted) & chunk.counted)
 
@@ -141,9 +141,14 @@ def loss_of_counted_rows(chunk: ChunkInput, head: FrozenHead, config: LossConfig
 
     weights = final_weights(spread(slots.cross_entropy).view_as(chunk.weights), chunk, config).flatten()
     gradient = torch.zeros_like(chunk.hidden).flatten(0, 1)
-    gradient[rows] = slots.gradient_of(weights[rows])
+    gradient[rows] = _weighted(slots.gradient, weights[rows])
     numerator = (weights * spread(slots.cost)).sum()
     return ChunkResult(numerator, gradient.view_as(chunk.hidden), spread(slots.correct).view_as(chunk.counted))
+
+
+def _weighted(gradient: Tensor, weights: Tensor) -> Tensor:
+    """Rows [R, D] times weights float32 [R], in the dtype of the rows."""
+    return (gradient * weights[:, None]).to(gradient.dtype)
 
 
 def _statistics(slots: SlotInput, head: FrozenHead, config: LossConfig) -> SlotStatistics:

@@ -24,13 +24,15 @@ _LOG_2 = math.log(2.0)
 
 class SlotStatistics(NamedTuple):
     """Of R slots. `cost` float32 [R]: what is minimised. `cross_entropy` float32 [R]: of the recorded token. `correct`
-    bool [R]: it is the most likely one. `gradient_of`: slot weights [R] → gradient of Σ weight·cost [R, D]; callable
-    once, for it uses up its memory."""
+    bool [R]: it is the most likely one. `gradient` [R, D], in the dtype of the hidden states: of each slot's cost.
+
+    Slots' weights scale the gradient's rows. D-PACE's depend on all slots of a block: multiplied before the product
+    with the head, they would keep its other factor [R, V] waiting in float32."""
 
     cost: Tensor
     cross_entropy: Tensor
     correct: Tensor
-    gradient_of: Callable[[Tensor], Tensor]
+    gradient: Tensor
 
 
 class Distribution(NamedTuple):
@@ -88,7 +90,7 @@ def slot_statistics(
         cost.value,
         _label_cross_entropy(drafter, slots.labels),
         correct,
-        _gradient(cost.by_logits, slope, head, slots.hidden),
+        gradient_by_hidden(cost.by_logits if slope is None else cost.by_logits.mul_(slope), head, slots.hidden),
     )
 
 
@@ -205,17 +207,13 @@ def _cross_entropy_statistics(
     # The label's q - 1 is minus what the others have: where q is nearly 1, the difference would lose its digits.
     rest = others.sum(dim=-1, keepdim=True)
     total = rest + picked.exp()
-
-    def gradient_of(weights: Tensor) -> Tensor:
-        scale = weights[:, None] / total
-        by_label = rest * scale
-        by_logits = put(others.mul_(scale), labels, -by_label)
-        if slope is not None:
-            by_logits = by_logits.mul_(slope)
-        return gradient_by_hidden(by_logits, head, hidden, largest=by_label)
-
+    by_label = rest / total
+    by_logits = put(others.mul_(total.reciprocal()), labels, -by_label)
+    if slope is not None:
+        by_logits = by_logits.mul_(slope)
+    gradient = gradient_by_hidden(by_logits, head, hidden, largest=by_label)
     own = (total.log() - picked)[:, 0]
-    return SlotStatistics(own, own, guess[:, 0] == labels, gradient_of)
+    return SlotStatistics(own, own, guess[:, 0] == labels, gradient)
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,13 +243,3 @@ def _capped(logits: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | No
 def _distribution(logits: Tensor) -> Distribution:
     log = torch.log_softmax(logits, dim=-1)
     return Distribution(log, log.exp())
-
-
-def _gradient(by_logits: Tensor, slope: Tensor | None, head: FrozenHead, hidden: Tensor) -> Callable[[Tensor], Tensor]:
-    def gradient_of(weights: Tensor) -> Tensor:
-        weighted = by_logits.mul_(weights[:, None])
-        if slope is not None:
-            weighted = weighted.mul_(slope)
-        return gradient_by_hidden(weighted, head, hidden)
-
-    return gradient_of

@@ -26,7 +26,6 @@ from drafter_trainer.fp8 import Fp8Products
 from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.fused_adamw import adamw_update
-from drafter_trainer.fused_loss import fused_loss_of_chunk, why_not_fused
 from drafter_trainer.heldout_matches import ChunkMatches, matched_slots, matches_of_chunk
 from drafter_trainer.loss import ChunkLoss, LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.memory import MemoryMeter
@@ -134,28 +133,14 @@ class TrainingStep:
         fp8 = Fp8Products(self.drafter, frozen.head) if self.in_fp8 else None
         self._head: FrozenHead = frozen.head if fp8 is None else fp8.head
         round_weights = None if fp8 is None else fp8.round_weights
-        self._lay_out: Callable[[Mapping[str, Tensor], Anchors], LaidOut] = self._layout
-        self._forward = self._hidden_states
-        self._chunk_loss = None
         self.measures = spec.eval.heldout is not None
         """Whether `matched` is called, and therefore warmed up."""
-        # A graph without gradients is another graph, so that measuring has its own compiled functions.
-        self._drafting = self._hidden_states
+        self._lay_out: Callable[[Mapping[str, Tensor], Anchors], LaidOut] = self._layout
+        self._forward = self._drafting = self._hidden_states
+        self._chunk_loss: ChunkLoss | None = None
         self._chunk_matches: ChunkMatches | None = None
         if self.device.type == "cuda":
-            # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
-            from drafter_trainer.flex_policy import compile_owned
-
-            # As many graphs as there are shapes: the limit catches one more. A chunk of the loss has one shape.
-            shapes = len(self.pack_lengths)
-            self._lay_out = compile_owned(self._layout.__call__, name="pack_layout", graphs=shapes)
-            self._forward = compile_owned(self._hidden_states, name="drafter", graphs=shapes)
-            self._chunk_loss = self._fused_loss() or compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
-            if self.measures:
-                self._drafting = compile_owned(self._hidden_states, name="drafter_without_gradients", graphs=shapes)
-                self._chunk_matches = compile_owned(matches_of_chunk, name="chunk_matches", graphs=1)
-            if round_weights is not None:
-                round_weights = compile_owned(round_weights, name="round_weights", graphs=1)
+            round_weights = self._compile(round_weights)
         if round_weights is not None:
             self.optimizer.on_new_weights(round_weights)
         self.memory = MemoryMeter(self.device)
@@ -217,17 +202,28 @@ class TrainingStep:
         masks = self._laid_out(inputs, pack.anchors).masks
         return self._hidden_of(inputs, pack.anchors, LaidOut(targets, masks), self._forward)
 
+    def _compile(self, round_weights: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Compile all that runs on packs; returns what rounds FP8's weights, compiled."""
+        # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
+        from drafter_trainer.flex_policy import compile_owned
+
+        # As many graphs as there are shapes: the limit catches one more. A chunk of the loss has one shape.
+        shapes = len(self.pack_lengths)
+        self._lay_out = compile_owned(self._layout.__call__, name="pack_layout", graphs=shapes)
+        self._forward = compile_owned(self._hidden_states, name="drafter", graphs=shapes)
+        self._chunk_loss = compile_owned(loss_of_chunk, name="chunk_loss", graphs=1)
+        if self.measures:
+            # A graph without gradients is another graph, so that measuring has its own compiled functions.
+            self._drafting = compile_owned(self._hidden_states, name="drafter_without_gradients", graphs=shapes)
+            self._chunk_matches = compile_owned(matches_of_chunk, name="chunk_matches", graphs=1)
+        return None if round_weights is None else compile_owned(round_weights, name="round_weights", graphs=1)
+
     def _make_recorder(self, spec: RunSpec) -> Recorder:
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
         enabled, why = wants_graphs(spec, self.device, parameters)
         if self.device.type == "cuda":
             log_event(_log, "info", "cuda_graphs", used=enabled, because=why)
         return Recorder(enabled)
-
-    def _fused_loss(self) -> ChunkLoss | None:
-        why_not = why_not_fused(self._loss_config, self._head)
-        log_event(_log, "info", "fused_loss", used=why_not is None, because=why_not or "the objective is served")
-        return fused_loss_of_chunk if why_not is None else None
 
     def _fused_update(self, spec: RunSpec) -> FusedUpdate | None:
         """AdamW in one pass, on CUDA. A recorded step keeps its gradients where the next graph finds them."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter_trainer import fused_loss
 from drafter_trainer.anchors import draw_anchors
 from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.drafter_config import resolve_drafter_config
@@ -119,25 +118,6 @@ def test_recorded_or_not_a_step_learns_the_same_and_always_the_same(packs_per_st
     for name, tensor in state.items():
         distance = (recorded_state[name] - tensor).norm() / tensor.norm().clamp(min=1e-20)
         assert distance < 0.05, (name, distance.item())
-
-
-def test_a_recorded_step_with_the_losss_own_kernels_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = make_step(make_spec(cuda_graphs=True))
-    train(compiled, 1)
-    losses, state = train(compiled, 1)
-    monkeypatch.setattr(fused_loss, "FUSED_LOSS", True)
-    step = make_step(make_spec(cuda_graphs=True))
-    assert step._chunk_loss is fused_loss.fused_loss_of_chunk
-    train(step, 1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step.run(batches(1)[0], 1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    fused_losses, fused_state = train(step, 1)
-    assert fused_losses == pytest.approx(losses, rel=2e-3)
-    for name, tensor in state.items():
-        assert (fused_state[name] - tensor).norm() <= 0.05 * tensor.norm(), name
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
