@@ -89,13 +89,14 @@ def lineage_report(ledger: Path, run: str) -> LineageReport:
 def lineage_reports(ledger: Path) -> list[LineageReport]:
     """The proofs of all runs that have trained, by name. Raises as `lineage_report`."""
     with _reading(ledger) as connection:
-        names = connection.execute("SELECT DISTINCT subscription FROM incarnations ORDER BY subscription").fetchall()
-        return [_report(connection, name.removeprefix("subscriptions/")) for (name,) in names]
+        return [_report(connection, name) for name in _names(connection)]
 
 
 @contextlib.contextmanager
 def _reading(ledger: Path) -> Iterator[sqlite3.Connection]:
     """One transaction: every query sees the same moment of a server that goes on."""
+    if not ledger.is_file():
+        raise _no_ledger(f"There is no ledger {ledger}.")
     try:
         connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         try:
@@ -106,11 +107,17 @@ def _reading(ledger: Path) -> Iterator[sqlite3.Connection]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        raise SlipstreamError(
-            f"The ledger {ledger} cannot be read: {error}.",
-            reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="Name the file that the target server was given with --ledger.",
-        ) from error
+        raise _no_ledger(f"The ledger {ledger} cannot be read: {error}.") from error
+
+
+def _no_ledger(message: str) -> SlipstreamError:
+    remedy = "Name the file that the target server was given with --ledger."
+    return SlipstreamError(message, reason=Reason.ENVIRONMENT_UNSUPPORTED, remedy=remedy)
+
+
+def _names(connection: sqlite3.Connection) -> list[str]:
+    found = connection.execute("SELECT DISTINCT subscription FROM incarnations ORDER BY subscription").fetchall()
+    return [name.removeprefix("subscriptions/") for (name,) in found]
 
 
 def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
@@ -122,7 +129,7 @@ def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
         raise SlipstreamError(
             f"The ledger knows no incarnation of a run {run!r}.",
             reason=Reason.SUBSCRIPTION_UNKNOWN,
-            remedy="Name a run that has trained on this target server.",
+            remedy=f"Runs that have trained on this target server: {', '.join(_names(connection)) or 'none'}.",
         )
     first: int = connection.execute(_BEGINNING, name).fetchone()[0]
     present: int = connection.execute(_PRESENT, name).fetchone()[0]

@@ -11,18 +11,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 from target_server.lineage import LineageReport, lineage_report, lineage_reports
 
 COMMAND = "lineage"
 PROOF_FAILED = 1
-"""Exit status."""
+"""Exit status, and of nothing else."""
+_EXIT_STATUS = "exit status: 0 every pack counts once; 1 one is missing or counted twice; 2 no ledger, or no such run"
+    "exit status: 0 every pack counts exactly once; 1 one is missing or counted twice; 2 no ledger, or no run"
+)
 _RANGES_SHOWN = 8
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
     parser = commands.add_parser(
-        COMMAND, help="prove from a ledger that every pack of a run counts exactly once; 1 when it does not"
+        COMMAND, help="prove from a ledger that every pack of a run counts exactly once", epilog=_EXIT_STATUS
     )
     parser.add_argument("ledger", type=Path, metavar="LEDGER", help="what the server was given with --ledger")
     parser.add_argument("run", nargs="?", metavar="RUN", help="default: every run that has trained")
@@ -35,9 +40,12 @@ def run(args: argparse.Namespace) -> int:
     """Write the proof to stdout; 0 when it holds for every run asked for.
 
     Raises:
-        SlipstreamError: ENVIRONMENT_UNSUPPORTED for a file that is not a ledger; SUBSCRIPTION_UNKNOWN.
+        SlipstreamError: SPEC_INVALID, there is no ledger, the file is none, or it knows no such run.
     """
-    reports = [lineage_report(args.ledger, args.run)] if args.run else lineage_reports(args.ledger)
+    try:
+        reports = [lineage_report(args.ledger, args.run)] if args.run else lineage_reports(args.ledger)
+    except SlipstreamError as error:
+        raise SlipstreamError(error.message, reason=Reason.SPEC_INVALID, remedy=error.remedy) from error
     holds = all(report.exactly_once for report in reports)
     if args.json:
         answer = {"exactly_once": holds, "runs": [_as_json(report) for report in reports]}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.run_spec.reasons import Reason
 from target_server.cli import run_command
 from target_server.lineage_command import ranges_of
 from tests.fakes.ledger_desk import LedgerDesk
@@ -85,19 +84,30 @@ def test_a_rollback_behind_where_the_ledger_begins(desk: LedgerDesk) -> None:
     assert run_command(["lineage", str(desk.store.path), "a"]) == 0
 
 
-def test_nothing_to_prove(desk: LedgerDesk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_prove(desk: LedgerDesk, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["lineage", str(desk.store.path)]) == 0
     assert "No run has trained" in capsys.readouterr().out
     desk.join("a")
     assert run_command(["lineage", str(desk.store.path), "a"]) == 0
     assert "no step is committed yet" in capsys.readouterr().out
-    for arguments, reason in (
-        ([str(desk.store.path), "nobody"], Reason.SUBSCRIPTION_UNKNOWN),
-        ([str(tmp_path / "none.sqlite")], Reason.ENVIRONMENT_UNSUPPORTED),
+
+
+def test_bad_input_is_no_broken_promise(desk: LedgerDesk, tmp_path: Path) -> None:
+    desk.join("a")
+    sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE t (x)")
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("no database at all")
+    for arguments, words in (
+        ((desk.store.path, "nobody"), "no incarnation of a run 'nobody'. .*server: a."),
+        ((tmp_path / "none.sqlite",), "There is no ledger .*none.sqlite. Name the file"),
+        ((tmp_path,), "There is no ledger"),
+        ((tmp_path / "other.sqlite",), "is a database, but not a ledger"),
+        ((tmp_path / "empty",), "not a ledger"),
+        ((tmp_path / "text",), "file is not a database"),
     ):
-        with pytest.raises(SlipstreamError) as refused:
-            run_command(["lineage", *arguments])
-        assert refused.value.reason is reason and refused.value.remedy
+        with pytest.raises(SlipstreamError, match=words) as refused:
+            run_command(["lineage", *map(str, arguments)])
+        assert refused.value.exit_code == 2 and refused.value.remedy
 
 
 def test_ranges() -> None:
