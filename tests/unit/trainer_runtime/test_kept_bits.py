@@ -76,10 +76,9 @@ class WrittenOut:
         fixed = torch.ones(BLOCK - 1) if spec.slot_weights != "decay" else decay_weights(BLOCK, BLOCK / 2)
         weights = fixed * counted
         final = weights if spec.slot_weights != "dpace" else dpace_weights(entropy, counted, spec.dpace_alpha)
-        scale = final.flatten()[rows][:, None] / total
-        by_logits = others.mul_(scale).scatter_(1, labels[:, None], -rest * scale)
+        by_logits = others.mul_(total.reciprocal()).scatter_(1, labels[:, None], -(rest / total))
         gradient = torch.zeros(counted.numel(), inner.shape[1], dtype=self.dtype)
-        gradient[rows] = by_logits.to(self.dtype) @ head
+        gradient[rows] = ((by_logits.to(self.dtype) @ head) * final.flatten()[rows][:, None]).to(self.dtype)
         whole = torch.zeros_like(hidden).view(len(counted), BLOCK, -1)
         whole[:, 1:] = gradient.view(len(counted), BLOCK - 1, -1)
         return (final * entropy).sum(), weights.sum(), hidden, whole.view_as(hidden)
