@@ -1,19 +1,16 @@
 """A control API, a target server and trainer agents as processes, and faults in the training processes they start."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import slipstream
 from slipstream.control_client import ControlClient
 from slipstream.run_spec.load import load_recipe
-from tests.fakes.processes import ADDRESS, ManagedProcess, Processes
+from tests.fakes.processes import ADDRESS, ManagedProcess, Processes, import_path
 
 _HOOKS = Path(__file__).parent / "fault_hooks"
-_PRODUCT = Path(slipstream.__file__).parents[1]
 
 
 class Faults:
@@ -24,7 +21,7 @@ class Faults:
         self._directory = directory
         self.environment = {
             "SLIPSTREAM_TEST_FAULTS": str(directory),
-            "PYTHONPATH": os.pathsep.join([str(_HOOKS), str(_PRODUCT)]),
+            "PYTHONPATH": import_path(_HOOKS),
         }
 
     def kill(self, *steps: int | str) -> None:

@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import slipstream
-
-_PRODUCT = Path(slipstream.__file__).parents[1]
-
 _LEAVE_SECONDS = 5.0
 _READ_SECONDS = 30.0
 
 ADDRESS = re.compile(r"(127\.0\.0\.1:\d+)")
+
+
+def import_path(*first: Path) -> str:
+    """PYTHONPATH of a child: `first`, then wherever this process imports from: sources, installed wheel, packages that
+    only its own PYTHONPATH named."""
+    return os.pathsep.join([*map(str, first), *filter(None, sys.path)])
 
 
 class ManagedProcess:
@@ -141,10 +143,10 @@ class Processes:
         self._started: list[ManagedProcess] = []
 
     def start(self, module: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> ManagedProcess:
-        """`python -m module arguments…` with this test's interpreter and the product that this test imports."""
+        """`python -m module arguments…` with this test's interpreter and what this test can import."""
         # -P: the working directory is no place to import from; a wheel under test must not be hidden by the sources.
         argv = [sys.executable, "-P", "-m", module, *map(str, arguments)]
-        process = ManagedProcess(argv, env={"PYTHONPATH": str(_PRODUCT)} | dict(env or {}))
+        process = ManagedProcess(argv, env={"PYTHONPATH": import_path()} | dict(env or {}))
         self._started.append(process)
         return process
 

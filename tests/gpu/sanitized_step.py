@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 
+from tests.fakes.processes import import_path
+
 SECONDS = 120
 _PLACES = (
     "/usr/local/cuda/bin/compute-sanitizer",
@@ -32,7 +34,7 @@ def check(tool: str) -> subprocess.CompletedProcess[str]:
     """Compile outside, run inside; the result's status is 0 where nothing was found."""
     here = [sys.executable, "-m", "tests.gpu.sanitized_step", "--inside"]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": import_path(),
         # Compilers in child processes would be watched too.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }

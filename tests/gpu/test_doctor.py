@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 
+from tests.fakes.processes import import_path
+
 
 def test_the_policy_is_shown_on_the_first_gpu() -> None:
     child = subprocess.run(
         [sys.executable, "-m", "slipstream.cli", "doctor", "--output", "json"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | {"PYTHONPATH": import_path()},
         capture_output=True,
         text=True,
         timeout=300,

@@ -17,6 +17,7 @@ import torch
 from drafter_trainer import flex_policy
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
+from tests.fakes.processes import import_path
 from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
 CONTEXT, ANCHORS, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 32, 2, 1, 128
@@ -30,7 +31,7 @@ def test_four_threads_are_right_or_refused_and_never_dense() -> None:
     children = {
         mode: subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.thread_load", "cuda", mode],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": import_path()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,8 +1,6 @@
 """A cache of hidden states whose writers are killed, and one on a disk that is full: what is served is right."""
 
-import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +16,9 @@ def processes() -> Iterator[Processes]:
     started.close()
 
 
-PYTHONPATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
 def test_what_killed_writers_leave_is_whole(processes: Processes, tmp_path: Path) -> None:
     arguments = ("kills", tmp_path / "cache", "--seed", "1", "--kills", "20")
-    writers = processes.start("tests.fakes.mortal_cache", *arguments, env=PYTHONPATH)
+    writers = processes.start("tests.fakes.mortal_cache", *arguments)
     assert writers.wait_exit(timeout=60) == 0, writers.output
     found = re.search(r"killed 20 times, found \[(.*)\]", writers.output)
     assert found is not None, writers.output
@@ -32,7 +27,7 @@ def test_what_killed_writers_leave_is_whole(processes: Processes, tmp_path: Path
 
 
 def test_on_a_full_disk_the_cache_stops_with_one_warning(processes: Processes, tmp_path: Path) -> None:
-    writer = processes.start("tests.fakes.mortal_cache", "full", tmp_path / "cache", env=PYTHONPATH)
+    writer = processes.start("tests.fakes.mortal_cache", "full", tmp_path / "cache")
     assert writer.wait_exit(timeout=60) == 0, writer.output
     assert writer.output.count("state_cache_stopped") == 1
     assert "remedy=" in writer.output
