@@ -18,9 +18,7 @@ from target_server.lineage import LineageReport, lineage_report, lineage_reports
 COMMAND = "lineage"
 PROOF_FAILED = 1
 """Exit status, and of nothing else."""
-_EXIT_STATUS = "exit status: 0 every pack counts once; 1 one is missing or counted twice; 2 no ledger, or no such run"
-    "exit status: 0 every pack counts exactly once; 1 one is missing or counted twice; 2 no ledger, or no run"
-)
+_EXIT_STATUS = "exit status: 0 every pack counts once; 1 one is missing or counted twice; 2 no ledger or no such run"
 _RANGES_SHOWN = 8
 
 
