@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.served_training import POLL_SECONDS, InterruptedTrainingError, Place, TrainingFailedError
 from slipstream.child_processes import child_process
 
-PEER_DEFAULTS = ("batch=4", "learning_rate=6e-4", "loss_type=dflash")
+PEER_DEFAULTS = ("block_size=16", "batch=4", "learning_rate=6e-4", "loss_type=dflash")
 """Of its DFlash recipes; flags of benchmarks/peers/specforge_run.py."""
 
 

@@ -4,9 +4,9 @@
 
 What is SpecForge's: the draft model, its training model (anchors, attention, chunked loss), `TrainerCore`, backend and
 `BF16Optimizer` (AdamW on float32 masters), the shuffle of every epoch, batches padded to their longest document, and
-the settings of its DFlash recipes: 4 conversations a step, learning rate 6e-4, 4 % warm-up, cosine, clipping at 1.0, up
-to 512 anchors a conversation, decay 7. Its online mode asks an SGLang server for features; here the target runs in the
-same process, on the same GPU, in bf16.
+the settings of its DFlash recipes: blocks of 16, 4 conversations a step, learning rate 6e-4, 4 % warm-up, cosine,
+clipping at 1.0, up to 512 anchors a conversation, decay 7. Its online mode asks an SGLang server for features; here the
+target runs in the same process, on the same GPU, in bf16.
 
 What is done for it: token ids, masks, architecture and mask token are ours, so that only training differs; the target's
 layers behind the last captured one do not run, nor does its head; right padding needs no attention mask, so that the
@@ -131,6 +131,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=210.0)
     parser.add_argument("--batch", type=int, default=4, help="conversations of a step")
     parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--block-size", type=int, help="default: the recipe's")
     parser.add_argument("--loss-type", choices=("dflash", "dpace"), default="dflash")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
@@ -161,7 +162,8 @@ class Run:
         target = TargetSpec(model=args.model, dtype="bfloat16" if self._cuda else "float32")
         self._loaded = load_causal_lm(target, args.device)
         facts = read_target_facts(self._loaded.model, self._loaded.tokenizer).config
-        config = resolve_drafter_config(recipe.drafter, facts)
+        changed = {} if args.block_size is None else {"block_size": args.block_size}
+        config = resolve_drafter_config(recipe.drafter.model_copy(update=changed), facts)
         assert isinstance(config, DFlashConfig), "the peer's model is a DFlash drafter"
         self.config = config
         self._documents = read_documents(args.conversations, self._loaded.tokenizer)
