@@ -79,10 +79,12 @@ class TrainingLoop:
         Raises:
             SlipstreamError: INCARNATION_STALE, DISK_FULL, LOSS_NOT_FINITE, OUT_OF_MEMORY, or what ended the feeder.
         """
+        self._measure_again()
         self._parts.reporter.begin()
         while (batch := self._next_batch()) is not None:
             self._launch(batch)
-            self._settle(leave=self._steps_in_flight)
+            # Its own weights are measured: nothing is launched behind it before.
+            self._settle(leave=0 if self._is_measured_after(batch.step) else self._steps_in_flight)
             if self._is_saved_after(batch.step):
                 self._save()
             self._note_saved()
@@ -92,6 +94,14 @@ class TrainingLoop:
     def _is_saved_after(self, step: int) -> bool:
         """Whether a checkpoint is due, however the run goes on."""
         return (step + 1) % self._parts.spec.checkpoint.every_steps == 0
+
+    def _is_measured_after(self, step: int) -> bool:
+        """Whether held-out acceptance is due: by the recipe alone, so that a resumed run does the same."""
+        if self._parts.heldout is None:
+            return False
+        every = self._parts.spec.eval.every_steps
+        is_due = self._is_saved_after(step) if every is None else (step + 1) % every == 0
+        return is_due or step + 1 == self.standing.total_steps
 
     def _next_batch(self) -> StepBatch | None:
         if not self._parts.source.is_ready():
@@ -142,10 +152,9 @@ class TrainingLoop:
         self._stop_if_not_finite()
 
     def _measure(self, step: int) -> HeldoutResult | None:
-        """Held-out acceptance after this step, where a checkpoint comes next: no other step was launched since."""
+        """Held-out acceptance after this step, where it is due; None also when the run is told to stop meanwhile."""
         heldout = self._parts.heldout
-        is_due = self._is_saved_after(step) or step + 1 == self.standing.total_steps
-        if heldout is None or not is_due:
+        if heldout is None or not self._is_measured_after(step):
             return None
         assert not self._launched, "the weights of a later step would be measured"
         with failures_reported(Phase.HELDOUT):
@@ -156,6 +165,18 @@ class TrainingLoop:
         else:
             log_event(_log, "info", "heldout_measured", step=step + 1, **measured.log_fields())
         return measured
+
+    def _measure_again(self) -> None:
+        """What the process before was about to measure when it was told to stop: its last record is written anew."""
+        step = self.standing.next_step - 1
+        record = self._parts.metrics.newest() if step >= 0 and self._is_measured_after(step) else None
+        if record is None or record["step"] != step or record.get("heldout_accepted_length") is not None:
+            return
+        measured = self._measure(step)
+        if measured is not None:
+            found = {**measured.record_fields(), "seconds": record["seconds"] + measured.seconds}
+            with self._parts.link.incarnation_held() as incarnation, self._parts.directory.owned(incarnation):
+                self._parts.metrics.append_fields(record | found)
 
     def _commit(self, step: int) -> None:
         try:

@@ -5,6 +5,7 @@ A resumed run trains the steps after its checkpoint again and writes them again:
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,23 @@ class MetricsFile:
         Raises:
             SlipstreamError: DISK_FULL.
         """
-        line = memoryview(json.dumps(asdict(record), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self.append_fields(asdict(record))
+
+    def append_fields(self, record: Mapping[str, Any]) -> None:
+        """The same for a record that was read from the file: what it says of its step from now on."""
+        line = memoryview(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         with disk_errors_in_words(self._path):
             while line:
                 line = line[self._file.write(line) :]
+
+    def newest(self) -> dict[str, Any] | None:
+        """The record that was written last, by this process or one before; None where the last line is none."""
+        lines = self._path.read_bytes().splitlines()
+        try:
+            record = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None  # a power cut leaves such lines; the agent passes them over, too
+        return record if isinstance(record, dict) else None
 
     def sync(self) -> None:
         """Bring all records to the disk, so that the steps of a checkpoint are there when the checkpoint is.

@@ -355,10 +355,18 @@ class EvalSpec(Section):
     """The target's greedy answers to these prompts, made once by `slipstream data regenerate RECIPE --heldout`: with
     them, every regular checkpoint is measured while the run trains, and the best one stays. Read by trainer and target
     server; relative to the recipe's directory. See docs/evaluation.md."""
+    every_steps: PositiveInt | None = None
+    """Steps between two measurements on heldout; default: at every regular checkpoint. The end is always measured."""
     dtype: Dtype = "float32"
     """Precision of target and drafter while decoding; only float32 proves losslessness token for token."""
     bfloat16_gap_bound: PositiveFloat = 0.5
     """In reduced precision, a token may differ from plain decoding if the top two logits were this close."""
+
+    @model_validator(mode="after")
+    def _cadence_used(self) -> "EvalSpec":
+        if self.every_steps is not None and self.heldout is None:
+            raise ValueError("every_steps is set, but heldout is not, so that nothing is measured")
+        return self
 
 
 class RunSpec(Section):

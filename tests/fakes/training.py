@@ -19,13 +19,18 @@ class Trainer:
         self._settings = settings
         self.directory = directory
 
+    def command(self, address: str, *arguments: str) -> list[str]:
+        """What comes behind `drafter-trainer`."""
+        overrides = [word for setting in self._settings for word in ("--set", setting)]
+        flags = ("--threads", "1", "--log-every", "0")
+        return [
+            *("run", str(self._recipe), "--target", address, "--run-dir", str(self.directory)),
+            *(*flags, *overrides, *arguments),
+        ]
+
     def start(self, address: str, *arguments: str) -> ManagedProcess:
         """The process; it prints a progress line after every step."""
-        overrides = [word for setting in self._settings for word in ("--set", setting)]
-        return self._processes.start(
-            *("drafter_trainer", "run", self._recipe, "--target", address, "--run-dir", self.directory),
-            *("--threads", "1", "--log-every", "0", *overrides, *arguments),
-        )
+        return self._processes.start("drafter_trainer", *self.command(address, *arguments))
 
     def finish(self, address: str, *arguments: str, timeout: float = 120.0) -> ManagedProcess:
         """Start, and wait until the run is finished."""

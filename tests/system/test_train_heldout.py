@@ -1,7 +1,9 @@
 """Held-out acceptance in real processes: made by one command, measured in a run that dies, decoded afterwards."""
 
 import argparse
-import json
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,41 +24,33 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import TargetClient
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
-from target_server import data_command
-from tests.fakes.processes import Processes
-from tests.fakes.tiny_models import save_tiny_model
-from tests.fakes.tiny_run import RECIPE, write_conversations
-from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
-from tests.fakes.training import Trainer, assert_same_run, read_last_records
+from tests.fakes.live_run import measured_in, write_heldout_run
+from tests.fakes.processes import ManagedProcess, Processes
+from tests.fakes.training import Trainer, assert_same_run
 
 LAYERS = (1, 2)
 LENGTH = ("train.max_steps=40", "checkpoint.every_steps=10", "checkpoint.keep=1")
-EVALUATION = """
-[eval]
-prompts = "prompts.jsonl"
-heldout = "heldout.jsonl"
-num_prompts = 3
-max_new_tokens = 24
+DIES_AFTER_MEASURING = """
+import os, signal, sys
+from drafter_trainer.cli import main
+from drafter_trainer.metrics import MetricsFile
+
+append = MetricsFile.append
+
+def append_and_die(file, record):
+    append(file, record)
+    if record.step == 14:
+        assert record.heldout_accepted_length is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+MetricsFile.append = append_and_die
+main(sys.argv[1:])
 """
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the tiny run's, with prompts of two sources that the target has answered."""
-    directory = tmp_path_factory.mktemp("heldout")
-    tokenizer = build_tiny_tokenizer(directory / "target", "chatml", vocab_size=384)
-    # No row without a token: the random target would choose it.
-    save_tiny_model(directory / "target", "llama", vocab_size=len(tokenizer), seed=0)
-    write_conversations(directory / "conversations.jsonl")
-    prompts = [{"source": ("news", "code")[n % 2], "prompt": "why " * (n + 1)} for n in range(8)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    path = directory / "tiny.toml"
-    path.write_text(RECIPE.replace("block_size = 4", "block_size = 4\nmask_token_id = 0") + EVALUATION)
-    parser = argparse.ArgumentParser()
-    data_command.add_parsers(parser.add_subparsers(dest="command"))
-    flags = ("--heldout", "--report", str(directory / "report.json"), "--device", "cpu")
-    data_command.run(parser.parse_args(["regenerate", str(path), *flags]))
-    return path
+    return write_heldout_run(tmp_path_factory.mktemp("heldout"))
 
 
 class Server:
@@ -86,34 +80,33 @@ def target_address(server: Server) -> str:
     return server.address
 
 
-def measured(run: Trainer) -> dict[int, float]:
-    """Held-out accepted length by steps trained, from the last record of every step."""
-    records = read_last_records(run.directory / "metrics.jsonl")
-    lengths = {step + 1: record["heldout_accepted_length"] for step, record in records.items()}
-    return {step: float(str(length)) for step, length in lengths.items() if length is not None}
-
-
 def test_measured_while_it_trains_and_dies_and_decoded_afterwards(
     recipe: Path, target_address: str, processes: Processes, tmp_path: Path
 ) -> None:
     plain = Trainer(processes, recipe, tmp_path / "plain", *LENGTH, "name=plain", "eval.heldout=")
     plain.finish(target_address)
-    assert not measured(plain) and best_checkpoint(plain.directory / "checkpoints") is None
+    assert not measured_in(plain) and best_checkpoint(plain.directory / "checkpoints") is None
 
-    run = Trainer(processes, recipe, tmp_path / "measured", *LENGTH, "name=measured")
-    killed = run.start(target_address)
-    killed.wait_for_line("heldout_measured .*step=20")
-    killed.kill()
+    # Killed between a measurement and the checkpoint that comes after it: both steps are trained and measured again.
+    run = Trainer(processes, recipe, tmp_path / "measured", *LENGTH, "name=measured", "eval.every_steps=5")
+    command = run.command(target_address)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with ManagedProcess([sys.executable, "-P", "-c", DIES_AFTER_MEASURING, *command], env=environment) as killed:
+        assert killed.wait_exit(timeout=120) == -signal.SIGKILL, killed.output
+    before = measured_in(run)
+    assert before.keys() == {5, 10, 15}
     resumed = run.finish(target_address)
     assert "heldout_read" in resumed.output and "held-out accepted length" in resumed.output
     assert_same_run(run, plain)
 
-    found = measured(run)
-    assert found.keys() == {10, 20, 30, 40}
+    found = measured_in(run)
+    assert found.keys() == {5, 10, 15, 20, 25, 30, 35, 40}
+    assert {step: found[step] for step in before} == before, "the same weights were measured twice, with another result"
     best = best_checkpoint(run.directory / "checkpoints")
     assert best is not None
     state = read_state(best)
-    assert state.heldout is not None and state.heldout.accepted_length == max(found.values())
+    at_checkpoints = [length for step, length in found.items() if step % 10 == 0]
+    assert state.heldout is not None and state.heldout.accepted_length == max(at_checkpoints)
     assert found[state.cursor.next_step] == state.heldout.accepted_length
 
     parser = argparse.ArgumentParser()

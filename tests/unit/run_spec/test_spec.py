@@ -11,6 +11,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import (
     DataSpec,
     DrafterSpec,
+    EvalSpec,
     LossSpec,
     OptimizerSpec,
     RunSpec,
@@ -49,6 +50,7 @@ from slipstream.run_spec.spec import (
         (StreamSpec, {"start": "group"}, "needs group and group_size"),
         (StreamSpec, {"start": "group", "group": "sweep"}, "needs group and group_size"),
         (StreamSpec, {"group": "sweep"}, "start = 'group' only"),
+        (EvalSpec, {"every_steps": 5}, "heldout is not, so that nothing is measured"),
     ],
 )
 def test_contradictions_are_refused(section: type[Section], values: dict[str, Any], words: str) -> None:

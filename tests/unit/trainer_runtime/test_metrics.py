@@ -58,6 +58,21 @@ def test_the_last_record_of_a_step_counts_and_a_torn_line_is_cut(tmp_path: Path)
     assert len(path.read_text().splitlines()) == 4
 
 
+def test_the_newest_record_may_be_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    assert file.newest() is None
+    for step in range(2):
+        file.append(replace(RECORD, step=step))
+    newest = file.newest()
+    assert newest is not None and newest["step"] == 1 and newest["heldout_accepted_length"] is None
+    file.append_fields(newest | {"heldout_accepted_length": 1.5})
+    assert read_last_records(path)[1] == newest | {"heldout_accepted_length": 1.5}
+    path.write_bytes(path.read_bytes() + b"\0\0\n")
+    assert file.newest() is None
+    file.close()
+
+
 def test_the_first_ten_steps_do_not_spoil_the_estimate() -> None:
     pace = Pace(total_steps=100)
     for step in range(10):
