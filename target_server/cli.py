@@ -155,6 +155,7 @@ def _serve(
     from slipstream.wire.arena import remove_stale_segments, shared_memory_directory
     from target_server.fixed_payloads import PROBE_BYTES
     from target_server.lease_book import Limits
+    from target_server.meeting_places import remove_stale_places
     from target_server.server import ServerSettings, TargetServer, leave
     from target_server.state_cache import StateCacheSettings
 
@@ -162,6 +163,7 @@ def _serve(
     cache = read_state_cache(args.state_cache, args.state_cache_bytes)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    remove_stale_places()
     shm_dir = None if args.no_shm else args.shm_dir or shared_memory_directory()
     if shm_dir is not None:
         remove_stale_segments(shm_dir)  # what a killed server left there is free memory

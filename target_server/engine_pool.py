@@ -1,7 +1,5 @@
 """The engines of a server that runs them as processes: started, described, fed, kept alive, and ended with it."""
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from target_server.engine_line import Message
 from target_server.engine_plan import EnginePlan
 from target_server.engine_ranks import Engine
 from target_server.fixed_payloads import FixedPayloadStore
+from target_server.meeting_places import MeetingPlaces
 from target_server.producer import Assignments, Throughput
 from target_server.streams import StreamCatalog
 from target_server.suspects import Suspects
@@ -56,8 +55,7 @@ class EnginePool:
         self._terms = terms
         self._on_living = on_living
         self._stamps = _stamps(terms.files)
-        self._meeting_places = Path(tempfile.mkdtemp(prefix="slipstream-engines-"))
-        self._starts = 0
+        self._meeting_places = MeetingPlaces()
         self._changed = threading.Condition()
         self._facts: dict[str, Any] | None = None
         self._failure: BaseException | None = None
@@ -141,7 +139,7 @@ class EnginePool:
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.name.startswith("engine"):
                 thread.join()
-        shutil.rmtree(self._meeting_places, ignore_errors=True)
+        self._meeting_places.close()
 
     # What keepers ask and report: see Crew
 
@@ -154,8 +152,7 @@ class EnginePool:
         self._check_files()
         engine = Engine(index, self._plan)
         with self._changed:
-            self._starts += 1
-            meeting_place = self._meeting_places / f"{self._starts}"
+            meeting_place = self._meeting_places.next()
         devices = self._plan.devices[index]
         return engine, [self._begin(rank, device, meeting_place) for rank, device in enumerate(devices)]
 

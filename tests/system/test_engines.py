@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -33,10 +33,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return data_spec_json(write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl"))
 
 
-def start(processes: Processes, model: Path, directory: Path, *flags: str) -> tuple[ManagedProcess, str]:
+def start(
+    processes: Processes, model: Path, directory: Path, *flags: str, env: Mapping[str, str] | None = None
+) -> tuple[ManagedProcess, str]:
     arguments = ["--model", model, "--set", "target.dtype=float32", "--threads", "1", "--probe-bytes", "1MiB"]
     files = ["--ledger", directory / "ledger.sqlite", "--shelf-bytes", "2MiB"]
-    return processes.start_target_server(*arguments, *files, *flags, timeout=120)
+    return processes.start_target_server(*arguments, *files, *flags, env=env, timeout=120)
 
 
 def process_ids(server: ManagedProcess, engine: str, *, start: int = 0) -> list[int]:
@@ -114,7 +116,10 @@ def test_an_engine_is_killed_while_a_trainer_reads(
 def test_one_engine_of_two_ranks_is_gone_with_its_server(
     processes: Processes, model: Path, data: str, tmp_path: Path
 ) -> None:
-    server, address = start(processes, model, tmp_path, "--devices", "cpu,cpu", "--tensor-parallel", "2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    flags, here = ("--devices", "cpu,cpu", "--tensor-parallel", "2"), {"TMPDIR": str(temporary)}
+    server, address = start(processes, model, tmp_path, *flags, env=here)
     ranks = process_ids(server, "engine-0")
     assert len(ranks) == 2
     with TargetClient(address) as client:
@@ -124,3 +129,8 @@ def test_one_engine_of_two_ranks_is_gone_with_its_server(
     assert_as_transformers_computes(model, list(run.packs.values()))
     server.kill()
     wait_until_gone(ranks)
+    assert len(list(temporary.glob("slipstream-engines-*"))) == 1
+    # Whatever the next server comes to: it clears away what the killed one has left.
+    refused = processes.start("target_server", "serve", "--model", tmp_path / "no-such-model", env=here)
+    assert refused.wait_exit() == 3
+    assert list(temporary.glob("slipstream-engines-*")) == []
