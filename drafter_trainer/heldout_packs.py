@@ -75,13 +75,10 @@ class HeldoutStream:
 
     @property
     def data_spec_json(self) -> str:
-        """The file as a stream. The layers decide the seed: runs that read different ones do not share a stream."""
+        """The file as a stream, which all runs that are measured on it share, whatever layers they read."""
         assert self.spec.eval.heldout is not None
-        seed = int.from_bytes(hashlib.sha256(repr(self.layer_ids).encode()).digest()[:4], "big")
         pack_tokens = self.spec.data.pack_tokens
-        return canonical_json(
-            DataSpec(files=(self.spec.eval.heldout,), format="tokens", seed=seed, pack_tokens=pack_tokens)
-        )
+        return canonical_json(DataSpec(files=(self.spec.eval.heldout,), format="tokens", pack_tokens=pack_tokens))
 
 
 def read_heldout_packs(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from drafter_trainer.batch_source import payload_shapes
@@ -141,7 +142,9 @@ class FaultyReader(PayloadReader):
 class Desk:
     """Reads the held-out packs of one run in this process."""
 
-    def __init__(self, recipe: Path, address: str, directory: Path, *settings: str) -> None:
+    def __init__(
+        self, recipe: Path, address: str, directory: Path, *settings: str, layers: tuple[int, ...] = LAYERS
+    ) -> None:
         self.spec = load_recipe(recipe, settings).spec
         self.client = TargetClient(address)
         self.notice = WaitNotice(address)
@@ -149,8 +152,8 @@ class Desk:
         self.link.handshake()
         assert self.spec.eval.heldout is not None
         self.rows = load_rows(Path(self.spec.eval.heldout), target_fingerprint=self.link.fingerprint, pack_tokens=128)
-        shapes = payload_shapes([f"hidden_states.{layer}" for layer in LAYERS], 128, 64)
-        self.stream = HeldoutStream(self.spec, LAYERS, shapes)
+        shapes = payload_shapes([f"hidden_states.{layer}" for layer in layers], 128, 64)
+        self.stream = HeldoutStream(self.spec, layers, shapes)
 
     def read(self, faults: dict[int, list[Callable[[], None]]] | None = None) -> list[HeldoutPack]:
         greet = type(self.link).handshake
@@ -209,6 +212,21 @@ def test_every_pack_comes_whatever_happens_on_the_way(desk: Desk) -> None:
     faults = {0: [refusing(Reason.LEASE_LOST)], 1: [refusing(Reason.PAYLOAD_CORRUPT), another_takes_over]}
     assert as_tokens(desk.read(faults)) == undisturbed
     assert not any(faults.values()), "not everything that was planned has happened"
+
+
+def test_runs_that_read_other_layers_share_the_packs(
+    desk: Desk, recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    """Another run joins while one reads, so that its leases are void: the packs hold more layers from then on."""
+    other = Desk(recipe, target_address, tmp_path / "other", f"name={tmp_path.name}-other", layers=(0, 3))
+    assert other.stream.data_spec_json == desk.stream.data_spec_json
+    alone, read_meanwhile = desk.read(), list[HeldoutPack]()
+    packs = desk.read({1: [lambda: read_meanwhile.extend(other.read())]})
+    other.close()
+    assert as_tokens(packs) == as_tokens(read_meanwhile) == as_tokens(alone)
+    for pack, same, of_other in zip(packs, alone, read_meanwhile, strict=True):
+        assert pack.tensors.keys() == same.tensors.keys() and "hidden_states.3" in of_other.tensors
+        assert all(torch.equal(pack.tensors[name], same.tensors[name]) for name in same.tensors)
 
 
 def test_a_slot_may_be_written_again_as_soon_as_its_read_is_confirmed(
