@@ -4,18 +4,22 @@ LeaseLedger (trainers), WorkQueue (engine), StreamShelves (catalog) and StreamCo
 each takes `lock`, and calls the methods below while holding it. `packs` wakes long polls, `work` wakes the engine.
 """
 
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
 from target_server.shelf import Shelf, Slot
 from target_server.subscription import Lease, SkippedSteps, Subscription, SubscriptionRecord
+
+_log = logging.getLogger(__name__)
 
 
 class DeliveryState(Enum):
@@ -174,8 +178,9 @@ class LeaseBook:
         if len(members) < terms.group_size:
             return False
         for member in members:
-            member.record.started = True
-            self.journal.save(member.record)
+            started = replace(member.record, started=True)
+            self.journal.save(started)
+            member.record = started
         self.changed()
         return True
 
@@ -237,13 +242,23 @@ class LeaseBook:
             self.changed()
 
     def quarantine(self, subscription: Subscription, sequence_number: int) -> None:
-        """Never deliver the pack to this run."""
+        """Never deliver the pack to this run.
+
+        An engine calls this too, and what it cannot bear is an error: one that cannot be written is said, and known as
+        long as this process lives. The run's cursor has it from the trainer, and the next server finds the pack anew.
+        """
         lease = subscription.leased.get(sequence_number)
         if lease is not None:
             self.end(lease)
             subscription.give_back(lease)
         subscription.quarantine(sequence_number)
-        self.journal.save(subscription.record)
+        try:
+            self.journal.save(subscription.record)
+        except SlipstreamError as error:
+            log_event(
+                _log, "warning", "quarantine_not_saved", subscription=subscription.record.name,
+                sequence_number=sequence_number, reason=error.reason.value, detail=error.message,
+            )  # fmt: skip
 
     def next_deadline(self) -> float:
         """When time alone changes something: a lease expires, or a run counts as away."""

@@ -91,17 +91,18 @@ class LeaseLedger:
             others = [each for each in book.subscriptions.values() if each.record.name != name and book.present(each)]
             if subscription is not None and not subscription.record.closed:
                 admission.check_same_run(subscription.record, terms, stream, fingerprint)
-                subscription.record.terms = terms
+                record = replace(subscription.record, terms=terms)
             else:
                 admission.check_group(terms, stream, others)
                 first = self._first_sequence_number(terms, stream, end)
                 # Closed, then opened anew: whoever trained before the close is fenced off.
                 incarnation = subscription.record.incarnation + 1 if subscription is not None else 0
                 started = terms.start is not Start.GROUP
-                subscription = Subscription(
-                    SubscriptionRecord(name, terms, stream, fingerprint, first, incarnation, started=started)
-                )
-            book.journal.save(subscription.record)
+                record = SubscriptionRecord(name, terms, stream, fingerprint, first, incarnation, started=started)
+                subscription = Subscription(record)
+            # First on the disk: what could not be written has not happened.
+            book.journal.save(record)
+            subscription.record = record
             book.subscriptions[name] = subscription
             subscription.end = end
             book.touch(subscription)
