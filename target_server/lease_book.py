@@ -84,6 +84,8 @@ class LeaseBook:
         """Stream → packs with hidden states that are not finite → names of their documents."""
         self.subscriptions = {record.name: Subscription(record) for record in journal.subscriptions()}
         self.leases: dict[bytes, Lease] = {}
+        self._looked_at = clock()
+        """When `expire` was called last."""
         self._server = secrets.token_hex(4)
         self._serial = 0
 
@@ -231,7 +233,7 @@ class LeaseBook:
 
     def expire(self) -> None:
         """End the leases whose time is up."""
-        now = self.clock()
+        self._looked_at = now = self.clock()
         expired = [lease for lease in self.leases.values() if lease.expires_at <= now]
         for lease in expired:
             subscription = self.subscriptions[lease.subscription]
@@ -261,11 +263,13 @@ class LeaseBook:
             )  # fmt: skip
 
     def next_deadline(self) -> float:
-        """When time alone changes something: a lease expires, or a run counts as away."""
+        """When time alone changes something after `expire`: a lease runs out, or a run counts as away.
+
+        It may be over by now: what the caller has decided since holds for the time of `expire`.
+        """
         deadlines = [lease.expires_at for lease in self.leases.values()]
-        deadlines += [self._silent_from(each) for each in self.subscriptions.values() if self.present(each)]
-        now = self.clock()
-        return min((deadline for deadline in deadlines if deadline > now), default=float("inf"))
+        deadlines += [self._silent_from(each) for each in self.subscriptions.values() if not each.record.closed]
+        return min((deadline for deadline in deadlines if deadline > self._looked_at), default=float("inf"))
 
     def clamp(self, time_to_live: float) -> float:
         """A lease's duration within what the server allows; not positive means the longest."""

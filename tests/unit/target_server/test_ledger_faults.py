@@ -75,3 +75,21 @@ def test_terms_that_could_not_be_written_are_not_those_of_the_run(desk: LedgerDe
     desk.ledger.open(other, STREAM, FINGERPRINT, 300)
     assert desk.book.subscriptions[name].record.terms == other
     assert desk.get(name, incarnation) == [0]
+
+
+def test_what_ends_between_a_look_and_a_wait_is_not_slept_through(desk: LedgerDesk) -> None:
+    """Else the engine waits for ever with a slot whose lease has run out, until somebody happens to call."""
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    desk.ask(name, incarnation, time_to_live=5.0)
+    with desk.book.lock:
+        desk.book.expire()
+        desk.pass_time(5.0)
+        assert desk.book.next_deadline() == 5.0
+        desk.book.expire()
+        assert desk.book.next_deadline() == 30.0, "the lease is over; the run counts as present still"
+        desk.pass_time(25.0)
+        assert desk.book.next_deadline() == 30.0
+        desk.book.expire()
+        assert desk.book.next_deadline() == float("inf")
