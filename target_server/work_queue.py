@@ -1,6 +1,7 @@
 """⑥ The engine's side of the ledger: what to compute next, into which slot; what became of it."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.telemetry.logs import log_event
@@ -108,6 +109,7 @@ class WorkQueue:
     def _offers(self, stream: str, shelf: Shelf) -> list[Offer]:
         """What each convoy of a stream would have computed next. Leaves behind who has held others up for too long."""
         active = list(self._book.active(stream))
+        self._let_go(member for member in self._book.members(stream) if member not in active)
         rejoin(active, len(shelf))
         while True:
             convoys = scheduling.convoys(active, len(shelf))
@@ -131,6 +133,12 @@ class WorkQueue:
     def _held(self, shelf: Shelf, convoy: scheduling.Convoy) -> list[Subscription]:
         """Members that want a pack for which there is no slot."""
         return [member for member in convoy if scheduling.next_missing(shelf, [member]) is not None]
+
+    def _let_go(self, away: Iterable[Subscription]) -> None:
+        """Nobody holds up a run that is paused or away, however long that lasts."""
+        for member in away:
+            if member.pace.is_held:
+                member.pace.note(False, self._book.clock(), self._book.limits.patience)
 
     def _note_pace(self, convoy: scheduling.Convoy, held: list[Subscription]) -> None:
         now, patience = self._book.clock(), self._book.limits.patience

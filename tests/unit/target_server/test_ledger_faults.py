@@ -93,3 +93,25 @@ def test_what_ends_between_a_look_and_a_wait_is_not_slept_through(desk: LedgerDe
         assert desk.book.next_deadline() == 30.0
         desk.book.expire()
         assert desk.book.next_deadline() == float("inf")
+
+
+def test_a_pause_does_not_count_against_the_others(make_desk) -> None:  # type: ignore[no-untyped-def]
+    """A run that was held up when it was paused waits for the slower one no shorter than any other."""
+    desk = make_desk(num_slots=4, num_packs=None)
+    fast, slow = desk.join("fast"), desk.join("slow")
+    while desk.get(*fast, packs=4):
+        pass
+    assert desk.book.subscriptions[fast[0]].pace.is_held
+    desk.control.pause(fast[0])
+    desk.work()
+    for _ in range(4):
+        desk.pass_time(20.0)
+        desk.ask(*slow, packs=0)
+        desk.work()
+    desk.control.resume(fast[0])
+    desk.ask(*fast)
+    desk.work()
+    assert not desk.book.subscriptions[slow[0]].pace.left_behind
+    desk.pass_time(desk.book.limits.patience)
+    desk.work()
+    assert desk.book.subscriptions[slow[0]].pace.left_behind == 1, "as always, after its patience"
