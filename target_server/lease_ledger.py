@@ -82,7 +82,8 @@ class LeaseLedger:
 
         Raises:
             SlipstreamError: STREAM_CHANGED when the run was opened on other terms; TARGET_FINGERPRINT_MISMATCH;
-                SPEC_INVALID for a group that does not fit, or a live start beyond the end.
+                SPEC_INVALID for a group that does not fit, or a live start beyond the end; TARGET_LOADING for a live
+                start in a stream that has left its shelf meanwhile.
         """
         book = self._book
         with book.lock:
@@ -375,6 +376,13 @@ class LeaseLedger:
     def _first_sequence_number(self, terms: SubscriptionTerms, stream: str, end: int | None) -> int:
         if terms.start is not Start.LIVE:
             return 0
-        first = self._book.shelves[stream].newest_sequence_number
+        shelf = self._book.shelves.get(stream)
+        if shelf is None:
+            raise SlipstreamError(
+                f"{stream} made room for another before run {terms.run} had subscribed.",
+                reason=Reason.TARGET_LOADING,
+                remedy="Ask again.",
+            )
+        first = shelf.newest_sequence_number
         admission.check_live_start(first, end, terms)
         return first

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 from target_server.lease_book import DeliveryState
 from target_server.lineage import lineage_report
+from target_server.subscription import Start
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
 
 
@@ -115,3 +117,12 @@ def test_a_pause_does_not_count_against_the_others(make_desk) -> None:  # type: 
     desk.pass_time(desk.book.limits.patience)
     desk.work()
     assert desk.book.subscriptions[slow[0]].pace.left_behind == 1, "as always, after its patience"
+
+
+def test_a_stream_that_made_room_for_another_cannot_be_joined_live(desk: LedgerDesk) -> None:
+    """It was opened, and before its run had subscribed, another run's stream took its memory."""
+    assert desk.shelves.retire(STREAM)
+    with pytest.raises(SlipstreamError, match="made room") as caught:
+        desk.open("a", start=Start.LIVE)
+    assert caught.value.reason is Reason.TARGET_LOADING
+    desk.open("b")
