@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+_BLOCK_PACKS = 4096
+"""Packs that are remembered together; a cursor may be anywhere."""
+
 
 class SlotState(Enum):
     """What a slot holds."""
@@ -60,7 +63,7 @@ class Shelf:
         self.newest_sequence_number = 0
         """The pack computed, or being computed, most recently; 0 before the first."""
         self._by_sequence: dict[int, Slot] = {}
-        self._seen = bytearray()  # one byte per sequence number: 1 when it was computed at least once
+        self._seen: dict[int, bytearray] = {}  # a block of packs → a byte for each: 1 when it was computed before
         self._tick = 0
 
     def __len__(self) -> int:
@@ -136,9 +139,8 @@ class Shelf:
 
     def _mark_seen(self, sequence_number: int) -> bool:
         """Remember the pack; True when it was remembered already."""
-        missing = sequence_number + 1 - len(self._seen)
-        if missing > 0:
-            self._seen.extend(bytes(missing + len(self._seen)))
-        seen = bool(self._seen[sequence_number])
-        self._seen[sequence_number] = 1
+        number, place = divmod(sequence_number, _BLOCK_PACKS)
+        block = self._seen.setdefault(number, bytearray(_BLOCK_PACKS))
+        seen = bool(block[place])
+        block[place] = 1
         return seen

@@ -2,6 +2,7 @@
 
 import contextlib
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.lease_book import DeliveryState
 from target_server.lineage import lineage_report
+from target_server.shelf import PackFacts, Shelf
 from target_server.subscription import Start
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
 
@@ -126,3 +128,20 @@ def test_a_stream_that_made_room_for_another_cannot_be_joined_live(desk: LedgerD
         desk.open("a", start=Start.LIVE)
     assert caught.value.reason is Reason.TARGET_LOADING
     desk.open("b")
+
+
+def test_a_shelf_remembers_no_more_than_it_has_computed() -> None:
+    """A cursor may be far ahead: the memory of what was computed is not as long as the stream."""
+    shelf = Shelf(2, 64)
+    tracemalloc.start()
+    for number in (0, 10**7, 10**12):
+        slot = next(slot for slot in shelf.slots if not shelf.holds(slot.sequence_number))
+        for _ in range(2):
+            shelf.discard(slot)
+            shelf.reserve(slot, number)
+            shelf.publish(slot, PackFacts(1, 1, 2))
+        shelf.discard(slot)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (shelf.packs_computed, shelf.packs_recomputed) == (6, 3)
+    assert peak < 2**20
