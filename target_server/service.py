@@ -91,7 +91,7 @@ class HiddenStateService(HiddenStateServiceServicer):
         self, request: pb.SeekSubscriptionRequest, context: grpc.ServicerContext
     ) -> pb.SeekSubscriptionResponse:
         """A new incarnation at the cursor of a checkpoint."""
-        self._reopen(self._readiness.target_for_new_runs(), request.subscription)
+        self._reopen(self._readiness.target_for_new_runs(), request.subscription, wait=True)
         to = SeekTo(
             next_step=request.next_step,
             first_sequence_number=request.first_sequence_number,
@@ -117,7 +117,7 @@ class HiddenStateService(HiddenStateServiceServicer):
                 reason=Reason.TARGET_FINGERPRINT_MISMATCH,
                 remedy="Serve the model, revision and dtype the run began with, or choose another run name.",
             )
-        self._reopen(served, request.subscription)
+        self._reopen(served, request.subscription, wait=False)
         context.add_callback(self._ledger.wake)
         may_wait = self._polls.acquire(blocking=False)
         try:
@@ -172,11 +172,15 @@ class HiddenStateService(HiddenStateServiceServicer):
         quarantined = self._ledger.commit(request.subscription, request.incarnation, request.step)
         return pb.CommitStepResponse(quarantined_sequence_numbers=quarantined)
 
-    def _reopen(self, served: ServedTarget, subscription: str) -> None:
-        """Put the subscription's stream on a shelf again, after a restart or after it was idle."""
+    def _reopen(self, served: ServedTarget, subscription: str, *, wait: bool) -> None:
+        """Put the subscription's stream on a shelf again, after a restart or after it was idle.
+
+        Data may take longer to read than a poll may last. Who asks again every few seconds must not `wait` for whoever
+        reads them: before long, no thread was left for anybody.
+        """
         name, terms = self._ledger.wanted_by(subscription)
         if not served.catalog.serves(name, terms):
-            stream = served.catalog.open(terms)
+            stream = served.catalog.open(terms, wait=wait)
             self._ledger.open(terms, stream.name, served.fingerprint, stream.end(terms.max_epochs))
 
 

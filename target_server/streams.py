@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 
@@ -85,17 +86,22 @@ class StreamCatalog:
         stream = self._streams.get(name)
         return stream is not None and stream.layers.cover(Layers.of(terms))
 
-    def open(self, terms: SubscriptionTerms) -> Stream:
+    def open(self, terms: SubscriptionTerms, *, wait: bool = True) -> Stream:
         """The stream of a data specification; reads and tokenizes the data when it is not on a shelf.
+
+        Args:
+            terms: what a run asks for.
+            wait: for a stream that another caller opens just now, which may take minutes.
 
         Raises:
             SlipstreamError: SPEC_INVALID, DATA_INVALID, PATH_NOT_ALLOWED; TARGET_INCOMPATIBLE for layers that the
-                target has not; OUT_OF_MEMORY when the shelf's budget does not hold one more stream, or one more layer.
+                target has not; OUT_OF_MEMORY when the shelf's budget does not hold one more stream, or one more layer;
+                TARGET_LOADING without `wait`.
         """
         spec = parse_data_spec(terms.data_spec_json)
         self._check_layers(terms)
         files = find_files(spec.files, self._data_roots)
-        with self._opening:
+        with self._one_at_a_time(wait):
             source = _source_key(spec, files)
             name = self._by_source.get(source)
             stream = self._streams[name] if name is not None else self._load(spec, files, terms)
@@ -119,6 +125,19 @@ class StreamCatalog:
         with self._opening:
             for name in list(self._streams):
                 self._drop(name)
+
+    @contextmanager
+    def _one_at_a_time(self, wait: bool) -> Iterator[None]:
+        if not self._opening.acquire(blocking=wait):
+            raise SlipstreamError(
+                "The target server reads the data of a run.",
+                reason=Reason.TARGET_LOADING,
+                remedy="Wait: what was read once is opened at once the next time.",
+            )
+        try:
+            yield
+        finally:
+            self._opening.release()
 
     def _load(self, spec: DataSpec, files: Sequence[SourceFile], terms: SubscriptionTerms) -> Stream:
         dataset = load_documents(spec, self._target.tokenizer, files=files, split="train")

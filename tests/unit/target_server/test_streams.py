@@ -381,6 +381,23 @@ def test_a_pack_that_readers_reject_twice_is_named_in_the_log(
     assert (fields["documents"], fields["why"]) == (pack.document_names, "RELEASE_REASON_PACK_CORRUPT")
 
 
+def test_polls_do_not_pile_up_behind_data_that_are_being_read(engine: Engine, terms: SubscriptionTerms) -> None:
+    """A trainer asks again every few seconds; each poll that waited here would keep a thread of the server's."""
+    name, stream_name = engine.join(terms)
+    engine.now += 31.0
+    assert engine.catalog._shelves.retire(stream_name)
+    engine.catalog._drop(stream_name)
+    readiness = Readiness("m")
+    fixed = FixedPayloadStore(None)
+    served = ServedTarget(engine.target.fingerprint, pb.GetTargetResponse(), engine.catalog, engine.producer, fixed)
+    readiness.serve(served)
+    service = HiddenStateService(engine.ledger, readiness, max_polls=1)
+    request = pb.LeasePacksRequest(subscription=name, incarnation=1, target_fingerprint=engine.target.fingerprint)
+    with engine.catalog._opening:  # as whoever reads them
+        refused(lambda: service.LeasePacks(request, None), "reads the data", Reason.TARGET_LOADING)  # type: ignore[arg-type]
+    assert engine.catalog.open(terms, wait=False).name == stream_name
+
+
 def test_an_engine_that_fails_leaves_no_half_written_pack(
     engine: Engine, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
