@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from slipstream import __version__
+from slipstream.engine_devices import engine_groups
 from slipstream.entrypoint import run_main
 from slipstream.errors import SlipstreamError
 from slipstream.listen import ListenAddress, read_token
@@ -25,7 +26,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
 from target_server import data_command, lineage_command
-from target_server.engine_plan import EnginePlan, group_devices, parse_devices
+from target_server.engine_plan import EnginePlan
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
@@ -208,16 +209,9 @@ def plan_engines(args: argparse.Namespace, cores: int) -> EnginePlan | None:
     Raises:
         SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
     """
-    if args.devices is None:
-        if args.tensor_parallel > 1:
-            raise SlipstreamError(
-                f"--tensor-parallel {args.tensor_parallel} needs to know which devices share the target.",
-                reason=Reason.SPEC_INVALID,
-                remedy="Name them, as in --devices cuda:0,cuda:1.",
-            )
+    groups = engine_groups(args.devices, args.tensor_parallel)
+    if groups is None:
         return None
-    devices = parse_devices(args.devices)
-    groups = group_devices(devices, args.tensor_parallel)
     if args.no_shm:
         raise SlipstreamError(
             "--devices and --no-shm exclude each other: engine processes hand packs over in shared memory.",
@@ -225,7 +219,7 @@ def plan_engines(args: argparse.Namespace, cores: int) -> EnginePlan | None:
             remedy="Leave out --no-shm, or serve from one device with --device.",
         )
     # More threads than cores would make engines wait for each other.
-    shared = max(1, cores // len(devices)) if devices[0] == "cpu" else None
+    shared = max(1, cores // sum(map(len, groups))) if groups[0][0] == "cpu" else None
     flags = ("--log-level", args.log_level, *(("--log-json",) if args.log_json else ()))
     return EnginePlan(groups, args.threads or shared, flags=flags)
 

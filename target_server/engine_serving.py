@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
@@ -19,7 +20,7 @@ from slipstream.target_fingerprint import fingerprint_target
 from slipstream.target_loading import load_tokenizer
 from slipstream.tensor_parallel import check_divisible
 from slipstream.wire.arena import PayloadArena
-from target_server.engine_plan import EnginePlan, check_present
+from target_server.engine_plan import EnginePlan
 from target_server.engine_pool import EnginePool, EngineTerms
 from target_server.fixed_payloads import FixedPayloadStore
 from target_server.producer import Assignments

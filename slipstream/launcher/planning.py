@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import recipes
+from slipstream.engine_devices import check_present, engine_groups
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.stack import (
     API,
@@ -43,8 +44,10 @@ class Wanted:
     listen: str | None = None
     target_listen: str | None = None
     trainers: int | None = None
-    target_device: str | None = None
-    """One, or several with commas between them: the target has an engine on each."""
+    devices: str | None = None
+    """The target's: one, or several with commas between them for an engine on each."""
+    tensor_parallel: int | None = None
+    """Devices that share the layers of an engine."""
     trainer_devices: tuple[str, ...] = ()
     no_target: bool = False
     data_roots: tuple[Path, ...] = ()
@@ -58,7 +61,7 @@ class Wanted:
     @property
     def places(self) -> bool:
         """Whether it says where anything runs."""
-        return self.trainers is not None or self.target_device is not None or bool(self.trainer_devices)
+        return self.trainers is not None or self.devices is not None or bool(self.trainer_devices)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Placement:
     """Who computes where, with how many CPU threads."""
 
     target: str
+    """One device, or several with commas between them."""
     target_threads: int | None
     trainers: tuple[str, ...]
     trainer_threads: int | None
@@ -86,7 +90,7 @@ def plan_stack(wanted: Wanted, before: Stack | None, *, working_directory: Path)
         SlipstreamError: SPEC_INVALID; MODEL_INVALID; ENVIRONMENT_UNSUPPORTED, a device that is not there.
     """
     _check(wanted)
-    begins_target = before is not None and before.target is None and (wanted.target_device or wanted.target_listen)
+    begins_target = before is not None and before.target is None and (wanted.devices or wanted.target_listen)
     base = None if wanted.names_a_target or begins_target else before
     if base is None:
         model, roots = (None, ()) if wanted.no_target else resolve_target(wanted)
@@ -135,7 +139,7 @@ def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
     Raises:
         SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
     """
-    target = wanted.target_device or ("cuda:0" if num_gpus else "cpu")
+    target = wanted.devices or ("cuda:0" if num_gpus else "cpu")
     if wanted.trainer_devices:
         trainers = wanted.trainer_devices
     else:
@@ -143,8 +147,8 @@ def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
         free = [f"cuda:{number}" for number in range(num_gpus) if number not in taken] or ["cpu"]
         count = wanted.trainers if wanted.trainers is not None else len(free)
         trainers = tuple(free[number % len(free)] for number in range(count))
-    for device in (*target.split(","), *trainers):
-        _require_present(device, num_gpus)
+    check_present(target.split(","), num_gpus)
+    check_present(trainers, num_gpus, "--trainer-devices")
     on_cpu = sum(device == "cpu" for device in trainers)
     target_threads = None
     if target.startswith("cpu") and not wanted.no_target:
@@ -169,8 +173,10 @@ def differences(wanted: Wanted, running: Stack) -> list[str]:
         f"--listen {wanted.listen}": wanted.listen not in (None, running.api.listen, running.api.address),
         f"--target-listen {wanted.target_listen}": wanted.target_listen is not None
         and (target is None or wanted.target_listen not in (target.listen, target.address)),
-        f"--target-device {wanted.target_device}": wanted.target_device is not None
-        and (target is None or target.device != wanted.target_device),
+        f"--devices {wanted.devices}": wanted.devices is not None
+        and (target is None or target.device != wanted.devices),
+        f"--tensor-parallel {wanted.tensor_parallel}": wanted.tensor_parallel is not None
+        and (target is None or target.tensor_parallel != wanted.tensor_parallel),
         f"--trainers {wanted.trainers}": wanted.trainers not in (None, len(devices)),
         f"--trainer-devices {','.join(wanted.trainer_devices)}": bool(wanted.trainer_devices)
         and wanted.trainer_devices != devices,
@@ -238,14 +244,23 @@ def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec 
     before = base.target if base else None
     if base is not None and not wanted.places and (before is None) == (model is None):
         device, threads = (before.device, before.threads) if before else ("", None)
+        ranks = before.tensor_parallel if before else 1
     else:
         placement = place(wanted, num_gpus=_count_gpus(wanted), cores=usable_cores())
         stack = stack.model_copy(update={"trainers": _trainers(placement)})
-        device, threads = placement.target, placement.target_threads
+        device, threads, ranks = placement.target, placement.target_threads, wanted.tensor_parallel or 1
     if model is None:
         return stack
     listen = _listen(wanted.target_listen, before.listen if before else TARGET_LISTEN)
-    target = TargetPart(name=TARGET_NAME, listen=listen, address="", model=model, device=device, threads=threads)
+    target = TargetPart(
+        name=TARGET_NAME,
+        listen=listen,
+        address="",
+        model=model,
+        device=device,
+        tensor_parallel=ranks,
+        threads=threads,
+    )
     example = stack.example or _example(wanted, model, stack.trainers)
     return stack.model_copy(update={"target": target, "example": example})
 
@@ -271,12 +286,12 @@ def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...
 def _count_gpus(wanted: Wanted) -> int:
     """GPUs that torch sees; asking takes seconds, so it is not asked where everything is said to be on the CPU."""
     devices = {*wanted.trainer_devices, *_target_devices(wanted), "cpu" if wanted.no_target else ""} - {""}
-    all_said = bool(wanted.trainer_devices or wanted.trainers == 0) and bool(wanted.target_device or wanted.no_target)
+    all_said = bool(wanted.trainer_devices or wanted.trainers == 0) and bool(wanted.devices or wanted.no_target)
     return 0 if all_said and devices == {"cpu"} else len(probe_torch().gpus)
 
 
 def _target_devices(wanted: Wanted) -> list[str]:
-    return wanted.target_device.split(",") if wanted.target_device else []
+    return wanted.devices.split(",") if wanted.devices else []
 
 
 def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
@@ -290,15 +305,17 @@ def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
 
 def _check(wanted: Wanted) -> None:
     """Refuse what makes no sense, before anything is asked or read."""
-    for device in (*wanted.trainer_devices, *_target_devices(wanted)):
+    for device in (*wanted.trainer_devices, *_target_devices(wanted)[:1]):
         require_device(device)
+    if len(_target_devices(wanted)) != 1 or wanted.tensor_parallel is not None:
+        engine_groups(wanted.devices, wanted.tensor_parallel or 1)
     if wanted.trainers is not None and wanted.trainer_devices and wanted.trainers != len(wanted.trainer_devices):
         raise SlipstreamError(
             f"--trainers is {wanted.trainers}, --trainer-devices names {len(wanted.trainer_devices)}",
             reason=Reason.SPEC_INVALID,
             remedy="Give one of the two.",
         )
-    if wanted.no_target and (wanted.names_a_target or wanted.target_device or wanted.target_listen):
+    if wanted.no_target and (wanted.names_a_target or wanted.devices or wanted.tensor_parallel or wanted.target_listen):
         raise SlipstreamError(
             "--no-target, and yet something is said of the target",
             reason=Reason.SPEC_INVALID,
@@ -316,17 +333,6 @@ def _check(wanted: Wanted) -> None:
 
 def _listen(said: str | None, otherwise: str) -> str:
     return otherwise if said is None else said
-
-
-def _require_present(device: str, num_gpus: int) -> None:
-    index = _index(device)
-    if index is not None and index >= num_gpus:
-        found = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
-        raise SlipstreamError(
-            f"{device} is asked for, but torch sees {found}",
-            reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="`slipstream doctor` says what there is; GPUs count from cuda:0.",
-        )
 
 
 def _index(device: str) -> int | None:

@@ -75,7 +75,9 @@ def _target(stack: Stack, target: TargetPart, home: Home) -> Program:
     devices = target.device.split(",")
     if len(devices) > 1:  # an engine process for each, which the server shows its GPU
         threads = _threads(target.threads and max(1, target.threads // len(devices)))
-        return _program(TARGET, "target_server", [*arguments, "--devices", target.device, *threads], stack, home)
+        ranks = ["--tensor-parallel", str(target.tensor_parallel)] if target.tensor_parallel > 1 else []
+        arguments += ["--devices", target.device, *ranks, *threads]
+        return _program(TARGET, "target_server", arguments, stack, home)
     arguments += _threads(target.threads)
     # It knows a GPU only as `cuda`: it is shown the one that is meant.
     device, _, number = target.device.partition(":")

@@ -54,6 +54,9 @@ class TargetPart(ServicePart):
     """Under which the control API knows it."""
     model: TargetSpec
     device: str
+    """One, or several with commas between them: an engine process on each, or on each group of them."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Devices that share the layers of an engine."""
     threads: Threads = None
 
 

@@ -13,7 +13,7 @@ from slipstream.run_spec.load import load_recipe
 from tests.fakes.processes import ManagedProcess, Processes
 from tests.fakes.training import read_last_records
 
-ON_CPU = ("--target-device", "cpu", "--trainer-devices", "cpu")
+ON_CPU = ("--devices", "cpu", "--trainer-devices", "cpu")
 FREE_PORTS = ("--listen", "127.0.0.1:0", "--target-listen", "127.0.0.1:0")
 _SECONDS = 90.0
 

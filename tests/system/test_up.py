@@ -1,6 +1,7 @@
 """`slipstream up` with real processes: a run to its end, kills of every part and of all, adoption, an orderly end."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.launcher.home import read_supervisor
+from slipstream.launcher.home import Home, read_supervisor
 from slipstream.launcher.stack import add_trainer, remove_trainer
+from slipstream.wire.channel import TargetClient
 from tests.fakes.agent_stack import Faults
 from tests.fakes.local_stack import FREE_PORTS, ON_CPU, LocalStack
+from tests.fakes.plain_trainer import Trainer as PlainTrainer
 from tests.fakes.processes import ManagedProcess, Processes
+from tests.fakes.served_model import data_spec_json, write_conversations
 from tests.fakes.training import Trainer, assert_same_run
 
 STEPS = 300
@@ -156,6 +160,22 @@ def test_a_target_that_cannot_load_is_given_up_and_the_rest_runs(stack: LocalSta
         "control-api": "READY",
         "target": "GAVE_UP",
     }
+    stack.down()
+    assert stack.alive() == []
+
+
+def test_one_target_on_two_devices(stack: LocalStack, tiny_recipe: Path, tmp_path: Path) -> None:
+    stack.up_detached(tiny_recipe, "--devices", "cpu,cpu", "--tensor-parallel", "2", "--trainers", "0", *FREE_PORTS)
+    log = Home(stack.home).log_file("target").read_text()
+    assert re.search(r"engine_started engine=engine-0 .*pids=\d+,\d+", log), log
+    data = data_spec_json(write_conversations(tmp_path / "conversations.jsonl"))
+    address = stack.state.target
+    assert address is not None
+    with TargetClient(address) as client:
+        run = PlainTrainer(client, "run", data)
+        run.join()
+        run.train(until=2)
+    assert sorted(run.packs) == [0, 1]
     stack.down()
     assert stack.alive() == []
 

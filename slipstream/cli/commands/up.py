@@ -26,7 +26,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--target-listen", metavar="HOST:PORT", help="default: 127.0.0.1:50051")
     parser.add_argument("--trainers", type=_count, metavar="N", help="default: one for each GPU beside the target's")
     parser.add_argument(
-        "--target-device", metavar="DEVICE", help="cpu or cuda:N, or several as cuda:0,cuda:1; default: the first GPU"
+        "--devices", metavar="LIST", help="the target's: cpu, cuda:N, or an engine on each of cuda:0,cuda:1; default: "
+        "the first GPU"
+    )  # fmt: skip
+    # As it was called once.
+    parser.add_argument("--target-device", dest="devices", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tensor-parallel", type=_ranks, metavar="K", help="of --devices that share the target's layers; default: 1"
     )
     parser.add_argument("--trainer-devices", type=_devices, default=(), metavar="DEVICE,…", help="one trainer on each")
     parser.add_argument("--no-target", action="store_true", help="no target server: register others' by REST")
@@ -44,6 +50,13 @@ def _count(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 1000:
         raise argparse.ArgumentTypeError(f"{text} is not a number of trainers")
+    return value
+
+
+def _ranks(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of devices")
     return value
 
 

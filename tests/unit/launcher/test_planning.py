@@ -66,9 +66,9 @@ def plan(wanted: Wanted, before: Stack | None = None) -> Stack:
         (Wanted(), 1, "cuda:0", ["cuda:0"]),
         (Wanted(), 4, "cuda:0", ["cuda:1", "cuda:2", "cuda:3"]),
         (Wanted(no_target=True), 2, "cuda:0", ["cuda:0", "cuda:1"]),
-        (Wanted(target_device="cuda:1"), 3, "cuda:1", ["cuda:0", "cuda:2"]),
-        (Wanted(target_device="cpu"), 2, "cpu", ["cuda:0", "cuda:1"]),
-        (Wanted(target_device="cuda:0,cuda:1"), 4, "cuda:0,cuda:1", ["cuda:2", "cuda:3"]),
+        (Wanted(devices="cuda:1"), 3, "cuda:1", ["cuda:0", "cuda:2"]),
+        (Wanted(devices="cpu"), 2, "cpu", ["cuda:0", "cuda:1"]),
+        (Wanted(devices="cuda:0,cuda:1"), 4, "cuda:0,cuda:1", ["cuda:2", "cuda:3"]),
         (Wanted(trainers=0), 2, "cuda:0", []),
         (Wanted(trainers=3), 0, "cpu", ["cpu"] * 3),
         (Wanted(trainers=3), 3, "cuda:0", ["cuda:1", "cuda:2", "cuda:1"]),
@@ -100,10 +100,16 @@ def test_cores_are_shared(wanted: Wanted, cores: int, target: int | None, traine
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (Wanted(target_device="cuda:2"), "cuda:2 is asked for, but torch sees 2 GPUs"),
-        (Wanted(target_device="cuda:0,cuda:2"), "cuda:2 is asked for, but torch sees 2 GPUs"),
-        (Wanted(target_device="cuda:0,tpu"), "'tpu' is no device"),
-        (Wanted(trainer_devices=("cuda:7",)), "cuda:7"),
+        (Wanted(devices="cuda:2"), "--devices names cuda:2, but torch sees 2 GPUs"),
+        (Wanted(devices="cuda:0,cuda:2"), "--devices names cuda:2, but torch sees 2 GPUs"),
+        (Wanted(devices="cuda:0,tpu"), "--devices names 'tpu'"),
+        (Wanted(devices="cpu,cuda:0"), "names GPUs and CPUs"),
+        (Wanted(devices="cuda:1,cuda:1"), "names cuda:1 more than once"),
+        (Wanted(devices="cuda:0,cuda:1,cuda:2", tensor_parallel=2), "engines of 2 cannot share"),
+        (Wanted(devices="cuda:0", tensor_parallel=2), "engines of 2 cannot share"),
+        (Wanted(tensor_parallel=2), "--tensor-parallel 2 needs to know which devices"),
+        (Wanted(no_target=True, tensor_parallel=2), "--tensor-parallel 2 needs to know which devices"),
+        (Wanted(trainer_devices=("cuda:7",)), "--trainer-devices names cuda:7"),
         (Wanted(trainer_devices=("tpu",)), "'tpu' is no device"),
         (Wanted(trainers=2, trainer_devices=("cpu",)), "--trainers is 2, --trainer-devices names 1"),
         (Wanted(no_target=True, model="some/model"), "--no-target"),
@@ -202,9 +208,20 @@ def test_what_is_not_said_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
     assert new.target is not None and new.target.model.model == "other/model" and len(new.trainers) == 2
 
 
+def test_engines_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpus=0)
+    wanted = Wanted(model="some/model", devices="cpu,cpu", tensor_parallel=2)
+    before = plan(wanted)
+    again = plan(Wanted(listen="127.0.0.1:9"), before)
+    for stack in (before, again):
+        assert stack.target is not None and (stack.target.device, stack.target.tensor_parallel) == ("cpu,cpu", 2)
+    assert differences(Wanted(tensor_parallel=2, devices="cpu,cpu"), before) == []
+    assert differences(Wanted(tensor_parallel=1, devices="cpu"), before) == ["--devices cpu", "--tensor-parallel 1"]
+
+
 def test_nothing_is_asked_of_torch_where_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "probe_torch", lambda: pytest.fail("this takes seconds"))
-    plan(Wanted(model="some/model", target_device="cpu", trainer_devices=("cpu",)))
+    plan(Wanted(model="some/model", devices="cpu", trainer_devices=("cpu",)))
     plan(Wanted(no_target=True, trainer_devices=("cpu", "cpu")))
 
 
@@ -213,11 +230,11 @@ def test_differences_are_named() -> None:
     assert differences(Wanted(), running) == []
     assert differences(Wanted(listen="127.0.0.1:8080", trainers=1, trainer_devices=("cpu",)), running) == []
     assert differences(Wanted(model="some/model", overrides=("target.dtype=float32",)), running) == []
-    wanted = Wanted(listen="127.0.0.1:9", trainers=2, target_device="cuda", data_roots=(Path("/x"),), model="a/b")
+    wanted = Wanted(listen="127.0.0.1:9", trainers=2, devices="cuda", data_roots=(Path("/x"),), model="a/b")
     assert differences(wanted, running) == [
         "the target is another",
         "--listen 127.0.0.1:9",
-        "--target-device cuda",
+        "--devices cuda",
         "--trainers 2",
         "--data-root",
     ]

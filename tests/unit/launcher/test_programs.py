@@ -80,8 +80,16 @@ def test_several_devices_are_several_engines() -> None:
         part = stack.target.model_copy(update={"device": device, "threads": threads})
         target = programs(stack.model_copy(update={"target": part}))["target"]
         assert flags(target, "--devices") == [device] and flags(target, "--device") == []
-        assert flags(target, "--threads") == each
+        assert flags(target, "--threads") == each and flags(target, "--tensor-parallel") == []
         assert "CUDA_VISIBLE_DEVICES" not in dict(target.environment), "the server shows each engine its own"
+
+
+def test_devices_that_share_the_layers() -> None:
+    stack = a_stack()
+    assert stack.target is not None
+    part = stack.target.model_copy(update={"device": "cpu,cpu,cpu,cpu", "tensor_parallel": 2})
+    target = programs(stack.model_copy(update={"target": part}))["target"]
+    assert flags(target, "--devices") == ["cpu,cpu,cpu,cpu"] and flags(target, "--tensor-parallel") == ["2"]
 
 
 def test_programs_are_told_apart_by_what_they_are_told() -> None:

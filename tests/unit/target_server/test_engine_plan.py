@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -19,7 +20,7 @@ from slipstream.wire.codec import plan_layout, view_tensor, write_tensor
 from target_server.cli import plan_engines, run_command
 from target_server.engine_arena import MappedArena, layout_fields, read_layout, repair, segment_of
 from target_server.engine_line import EngineLine, Message
-from target_server.engine_plan import EnginePlan, check_present
+from target_server.engine_plan import EnginePlan
 from target_server.engine_process import pack_message, read_pack
 from target_server.engine_ranks import _environment
 from target_server.packing import PackSequence
