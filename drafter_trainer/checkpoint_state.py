@@ -5,6 +5,7 @@ No torch here: a wrong path is refused before torch is imported.
 
 import json
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Raised with whatever a reader must understand, so that an older one refuses it in words. Every version from 1 on is
+read: 1 has no `heldout` in state.json, no `architecture` in drafter_config.json, and a recipe without what is newer."""
 MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 24
 
@@ -111,9 +114,12 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def by_age(directories: Iterable[Path]) -> list[Path]:
-    """Checkpoints, oldest first: by incarnation, then by step. Unreadable ones come first."""
+    """Checkpoints, oldest first: by incarnation, then by step. Damaged ones come first; last what a newer version of
+    Slipstream wrote, so that no run begins again before it, and none removes it."""
 
-    def age(directory: Path) -> tuple[int, int, str]:
+    def age(directory: Path) -> tuple[float, int, str]:
+        if _newer_format(directory) is not None:
+            return math.inf, 0, directory.name
         try:
             state = read_state(directory)
         except SlipstreamError:
@@ -154,25 +160,30 @@ def verify(directory: Path, names: tuple[str, ...]) -> None:
 
 def _require_known_format(directory: Path) -> None:
     """What a newer version wrote is not damaged, and no copy of it would help."""
-    try:
-        found = json.loads((directory / MANIFEST).read_text())["format_version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # damage, of which all is said elsewhere
-    if isinstance(found, int) and found > FORMAT_VERSION:
+    if (found := _newer_format(directory)) is not None:
         raise SlipstreamError(
             f"Checkpoint {directory} was written by a newer Slipstream: its format version is {found}, this one reads "
-            f"{FORMAT_VERSION}.",
+            f"1 to {FORMAT_VERSION}.",
             reason=Reason.CHECKPOINT_INVALID,
             remedy="Update Slipstream here, or go on with the version that wrote it.",
         )
+
+
+def _newer_format(directory: Path) -> int | None:
+    """The version, if it is newer than this Slipstream."""
+    try:
+        found = json.loads((directory / MANIFEST).read_text())["format_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # damage, of which all is said elsewhere
+    return found if isinstance(found, int) and found > FORMAT_VERSION else None
 
 
 def _find_damage(directory: Path, names: tuple[str, ...] | None) -> str | None:
     """What is wrong with the named files (all: None), in words; None when they are as they were written."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        if manifest["format_version"] != FORMAT_VERSION:
-            return f"its format version is {manifest['format_version']}, this trainer reads {FORMAT_VERSION}"
+        if manifest["format_version"] not in range(1, FORMAT_VERSION + 1):
+            return f"its format version is {manifest['format_version']}, this trainer reads 1 to {FORMAT_VERSION}"
         files = manifest["files"]
         for name in names or files:
             size, checksum = file_checksum(directory / name)

@@ -5,13 +5,18 @@ Everything is real: the target server (its engine in a thread), recipe, feeder, 
 
 import argparse
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.start import RunOptions, train
+from drafter_trainer.stop_request import StopRequest
 from slipstream.run_spec.load import load_recipe
 from slipstream.wire.transports import choose
 from target_server import data_command
@@ -49,6 +54,21 @@ def write_heldout_run(directory: Path) -> Path:
     return path
 
 
+def stop_here() -> None:
+    """SIGTERM to this process; returns once the run that trains in it has heard of it."""
+    heard = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        ask = StopRequest._ask
+
+        def ask_and_tell(request: StopRequest, asked_by: int) -> None:
+            ask(request, asked_by)
+            heard.set()
+
+        patch.setattr(StopRequest, "_ask", ask_and_tell)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(30)
+
+
 @contextmanager
 def live_target(recipe: Path, directory: Path) -> Iterator[str]:
     """The recipe's target, served over gRPC from this process; its address."""
@@ -82,6 +102,19 @@ class LiveRun(Trainer):
             token=None,
         )
         return train(load_recipe(self._recipe, [*self._settings, *settings]).spec, options)
+
+    def train_until(self, step: int) -> None:
+        """Train so many steps; then SIGTERM comes, while the last of them is being recorded."""
+        append = MetricsFile.append
+
+        def told_to_stop(file: MetricsFile, record: StepRecord) -> None:
+            append(file, record)
+            if record.step == step - 1:
+                stop_here()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MetricsFile, "append", told_to_stop)
+            self.train()
 
     def measured(self) -> dict[int, float]:
         """Held-out accepted length by steps trained, from the last record of every step."""

@@ -1,7 +1,5 @@
 """Held-out acceptance as often as the recipe says: the same series however the run is stopped."""
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 from drafter_trainer.checkpoint_state import best_checkpoint, read_state
 from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
 from drafter_trainer.step import TrainingStep
-from tests.fakes.live_run import LiveRun, live_target, write_heldout_run
+from tests.fakes.live_run import LiveRun, live_target, stop_here, write_heldout_run
 from tests.fakes.training import assert_same_run
 
 LENGTH = ("train.max_steps=22", "checkpoint.every_steps=10", "checkpoint.keep=9")
@@ -78,8 +76,7 @@ def test_a_stop_while_it_is_measured_loses_no_measurement(
     def told_to_stop(evaluation: HeldoutEvaluation, step: TrainingStep) -> HeldoutResult | None:
         begun.append(len(begun) + 1)
         if begun[-1] in stopped_in:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert evaluation._stop.wait(30)
+            stop_here()
         return measure(evaluation, step)
 
     monkeypatch.setattr(HeldoutEvaluation, "measure", told_to_stop)

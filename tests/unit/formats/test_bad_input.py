@@ -118,8 +118,8 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(source: Source, t
     checkpoint = tmp_path / "step-00000012"
     shutil.copytree(source.checkpoint, checkpoint)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format_version": 2}))
-    with pytest.raises(SlipstreamError, match="newer Slipstream: its format version is 2, this one reads 1") as caught:
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(SlipstreamError, match="newer Slipstream: its format version is 99, this one reads") as caught:
         open_drafter(checkpoint)
     assert "Update Slipstream" in caught.value.remedy
 

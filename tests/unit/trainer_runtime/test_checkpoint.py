@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 from drafter_trainer.checkpoint import Checkpoint, load_checkpoint, load_drafter_weights, save_checkpoint
 from drafter_trainer.checkpoint_state import (
+    FORMAT_VERSION,
     CheckpointState,
     Cursor,
     LoopState,
@@ -275,13 +276,41 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(small_disk: Path) -> N
     save_checkpoint(run, make_checkpoint(30, elements=1_000), keep=3)
 
 
-def test_an_unknown_format_is_refused(run: RunDirectory) -> None:
-    directory = save_checkpoint(run, make_checkpoint(10), keep=3)
+def set_format(directory: Path, version: object) -> None:
+    """In the manifest, as a writer of that version would."""
     manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(SlipstreamError, match="format version is 99") as refused:
-        read_state(directory)
+    (directory / "manifest.json").write_text(json.dumps(manifest | {"format_version": version}))
+
+
+@pytest.mark.parametrize("read", [read_state, load_checkpoint, load_drafter_weights])
+def test_a_newer_format_is_refused_in_words(run: RunDirectory, read: Callable[[Path], object]) -> None:
+    directory = save_checkpoint(run, make_checkpoint(10), keep=3)
+    set_format(directory, FORMAT_VERSION + 1)
+    with pytest.raises(SlipstreamError) as refused:
+        read(directory)
     assert refused.value.reason is Reason.CHECKPOINT_INVALID
+    assert f"its format version is {FORMAT_VERSION + 1}, this one reads 1 to {FORMAT_VERSION}" in refused.value.message
+    assert "Update Slipstream" in refused.value.remedy
+
+
+@pytest.mark.parametrize("version", [0, "2", None])
+def test_a_format_that_never_was_is_damage(run: RunDirectory, version: object) -> None:
+    directory = save_checkpoint(run, make_checkpoint(10), keep=3)
+    set_format(directory, version)
+    with pytest.raises(SlipstreamError, match=f"is damaged: its format version is {version}, this trainer reads 1 to"):
+        read_state(directory)
+
+
+def test_a_run_does_not_begin_again_before_what_a_newer_version_saved(run: RunDirectory) -> None:
+    older, newer = (save_checkpoint(run, make_checkpoint(step), keep=3) for step in (10, 20))
+    set_format(newer, FORMAT_VERSION + 1)
+    (run.checkpoints / "latest").unlink()
+    assert newest_checkpoint(run.checkpoints) == newer
+    # Somebody has decided to go on from the older one with this version: what the newer one wrote is not removed.
+    (run.checkpoints / "latest").symlink_to(older.name)
+    for step in (11, 12):
+        save_checkpoint(run, make_checkpoint(step), keep=1)
+    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-00000012", "step-00000020"]
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
