@@ -1,6 +1,9 @@
 """A lease ledger with a clock that stands still and an engine that runs when told: interleavings are plain calls."""
 
+import contextlib
 import json
+import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 from target_server.lease_book import LeaseBook, Limits
@@ -96,6 +99,16 @@ class LedgerDesk:
             computed.append(work.sequence_number)
         self.computed += computed
         return computed
+
+    @contextlib.contextmanager
+    def unwritable(self) -> Iterator[None]:
+        """Nothing can be written into the file."""
+        self.store._connection.execute("PRAGMA busy_timeout = 1")
+        blocker = sqlite3.connect(self.store.path, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        yield
+        blocker.execute("ROLLBACK")
+        blocker.close()
 
     def pass_time(self, seconds: float) -> None:
         """Move the clock."""

@@ -1,9 +1,10 @@
 """Everything that trainers, operators, the engine and time can do to a lease ledger, beside a simple model of it."""
 
 import tempfile
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -11,49 +12,14 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server import scheduling
 from target_server.lease_book import DeliveryState
-from target_server.lease_ledger import SeekTo
+from target_server.lease_ledger import STRIKES_TO_QUARANTINE, SeekTo
 from target_server.lineage import lineage_report
 from target_server.shelf import SlotState
 from target_server.subscription import Lease
 from tests.fakes.ledger_desk import STREAM, LedgerDesk
-
-NUM_PACKS = 13
-RUNS = {"a": 1, "b": 2, "c": 3}
-"""Packs per step of each run."""
-TIME_TO_LIVE = 20.0
+from tests.unit.target_server.ledger_model import NUM_PACKS, REJECTED, RUNS, TIME_TO_LIVE, ModelRun
 
 runs = st.sampled_from(sorted(RUNS))
-
-
-@dataclass
-class ModelRun:
-    """What a run must see, in the plainest terms."""
-
-    packs_per_step: int
-    incarnation: int = 0
-    cursor: int = 0
-    """Next step that is not committed."""
-    delivered: set[int] = field(default_factory=set)
-    """In this incarnation, or before its cursor."""
-    leases: dict[bytes, tuple[Lease, float]] = field(default_factory=dict)
-    """Valid or expired, with the time at which each ends."""
-    void: list[Lease] = field(default_factory=list)
-    """Of older incarnations."""
-    of_other_servers: list[Lease] = field(default_factory=list)
-    """Granted by a server that was restarted since."""
-    paused: bool = False
-
-    @property
-    def limit(self) -> int:
-        return NUM_PACKS // self.packs_per_step * self.packs_per_step
-
-    def valid(self, now: float) -> dict[int, Lease]:
-        return {lease.sequence_number: lease for lease, ends in self.leases.values() if ends > now}
-
-    def undelivered(self, now: float) -> list[int]:
-        """Packs that may be leased now, in order."""
-        leased = self.valid(now)
-        return [number for number in range(self.limit) if number not in self.delivered and number not in leased]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -67,6 +33,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger_file = Path(self.directory.name) / "ledger.sqlite"
         self.desk = self.open_desk()
         self.runs: dict[str, ModelRun] = {}
+        self.unusable: set[int] = set()
+        """Packs that an engine of the present server has set aside."""
 
     def open_desk(self) -> LedgerDesk:
         return LedgerDesk(self.ledger_file, num_slots=self.num_slots, num_packs=NUM_PACKS, max_outstanding=4)
@@ -78,8 +46,12 @@ class LedgerMachine(RuleBasedStateMachine):
         model = self.runs[run]
         model.void += [lease for lease, _ in model.leases.values()]
         model.leases.clear()
-        incarnation = self.desk.seek(self.name(run), step)
+        boundary = step * model.packs_per_step  # a checkpoint knows of the packs before it
+        model.quarantined = {number for number in model.quarantined if number < boundary}
+        incarnation = self.desk.seek(self.name(run), step, quarantined=frozenset(model.quarantined))
         assert incarnation > model.incarnation
+        model.quarantined |= {number for number in self.unusable if number >= boundary}
+        model.strikes.clear()
         model.incarnation, model.cursor = incarnation, step
         model.delivered = set(range(step * model.packs_per_step))
 
@@ -112,6 +84,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert error.reason is Reason.LEASE_QUOTA_EXCEEDED
             assert len(model.valid(now)) >= 4
             return
+        cursor = model.cursor * model.packs_per_step
+        assert grant.quarantined == tuple(sorted(number for number in model.quarantined if number >= cursor))
         expected = model.undelivered(now)
         for lease, number in zip(grant.leases, expected, strict=False):
             assert lease.sequence_number == number, "strictly in order"
@@ -121,8 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if model.paused:
             assert grant.state is DeliveryState.PAUSED and not grant.leases
         else:
-            exhausted = model.delivered.issuperset(range(model.limit))
-            assert (grant.state is DeliveryState.EXHAUSTED) == exhausted
+            assert (grant.state is DeliveryState.EXHAUSTED) == model.exhausted
 
     def pick(self, run: str, index: int) -> Lease | None:
         model = self.runs.get(run)
@@ -139,7 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
         model = self.runs[run]
         _, ends = model.leases.pop(lease.token)
         valid = self.desk.ledger.confirm(lease.token, lease.facts.generation + (0 if right else 2))
-        assert valid == (right and ends > self.desk.now and lease.sequence_number not in model.delivered)
+        assert valid == (right and ends > self.desk.now and not model.is_done(lease.sequence_number))
         if valid:
             model.delivered.add(lease.sequence_number)
 
@@ -181,6 +154,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """kill -9 of the server; it comes back with the ledger's file, and trainers go on without a seek."""
+        self.unusable.clear()
         now, paused = self.desk.now, {run: model.paused for run, model in self.runs.items()}
         self.desk.close()
         self.desk = self.open_desk()
@@ -189,6 +163,8 @@ class LedgerMachine(RuleBasedStateMachine):
             record = self.desk.book.subscriptions[self.name(run)].record
             assert (record.incarnation, record.next_step) == (model.incarnation, model.cursor)
             assert record.paused == paused[run]
+            assert record.quarantined == model.quarantined
+            model.strikes.clear()
             self.desk.open(run, packs_per_step=RUNS[run])
             model.of_other_servers += [lease for lease, _ in model.leases.values()] + model.void
             model.leases.clear()
@@ -226,6 +202,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.desk.open(run, packs_per_step=RUNS[run])
         model.incarnation += 1
         model.paused = False
+        model.quarantined.clear()
         self.seek_to(run, 0)
 
     @precondition(known)
@@ -237,16 +214,63 @@ class LedgerMachine(RuleBasedStateMachine):
             self.desk.ledger.release([lease.token], pack_at_fault=False)
 
     @precondition(known)
+    @rule(run=runs, index=st.integers(0, 9))
+    def reject(self, run: str, index: int) -> None:
+        """What was read is not what it should be."""
+        lease = self.pick(run, index)
+        if lease is None:
+            return
+        model, number = self.runs[run], lease.sequence_number
+        _, ends = model.leases.pop(lease.token)
+        counts = ends > self.desk.now and not model.is_done(number)
+        set_aside = self.desk.ledger.release([lease.token], pack_at_fault=True)
+        model.strikes[number] += counts
+        assert set_aside == ([lease] if counts and model.strikes[number] >= STRIKES_TO_QUARANTINE else [])
+        assert not counts or self.desk.shelf.ready(number) is not lease.slot, "it would get the same bytes again"
+        if set_aside:
+            model.quarantined.add(number)
+
+    @precondition(known)
     @rule(run=runs)
     def commit(self, run: str) -> None:
         """Commit the next step once all its packs are delivered, as a trainer does."""
         model = self.runs.get(run)
-        if model is None:
-            return
-        packs = range(model.cursor * model.packs_per_step, (model.cursor + 1) * model.packs_per_step)
-        if model.delivered.issuperset(packs):
-            self.desk.ledger.commit(self.name(run), model.incarnation, model.cursor)
+        if model is not None and model.next_step_is_done:
+            answer = self.desk.ledger.commit(self.name(run), model.incarnation, model.cursor)
+            assert answer == sorted(model.quarantined)
             model.cursor += 1
+
+    @precondition(known)
+    @rule(run=runs, verb=st.sampled_from(["commit", "seek", "pause"]))
+    def full_disk(self, run: str, verb: str) -> None:
+        """What cannot be written has not happened: everything after it shows that."""
+        model, name = self.runs.get(run), self.name(run)
+        if model is None or (verb == "commit" and not model.next_step_is_done):
+            return
+        calls = {
+            "commit": lambda: self.desk.ledger.commit(name, model.incarnation, model.cursor),
+            "seek": lambda: self.desk.seek(name, 0),
+            "pause": lambda: self.desk.control.pause(name),
+        }
+        with self.desk.unwritable(), pytest.raises(SlipstreamError, match="locked"):
+            calls[verb]()
+
+    @precondition(known)
+    @rule(finite=st.booleans())
+    def engine_fails(self, finite: bool) -> None:
+        """An engine dies with a pack, or finds that it cannot be computed; what lay in the slot is gone."""
+        work = self.desk.queue.next_work(0.0)
+        if work is None:
+            return
+        self.desk.slot_contents[work.slot.index] = -1
+        if finite:
+            self.desk.queue.abandon(work)
+            return
+        self.desk.queue.quarantine(work, ("c17",))
+        self.unusable.add(work.sequence_number)
+        for model in self.runs.values():
+            if work.sequence_number < model.limit and not model.is_done(work.sequence_number):
+                model.quarantined.add(work.sequence_number)
 
     @rule(packs=st.integers(1, 3))
     def engine(self, packs: int) -> None:
@@ -267,17 +291,29 @@ class LedgerMachine(RuleBasedStateMachine):
     def leased_slots_keep_their_pack(self) -> None:
         for model in getattr(self, "runs", {}).values():
             for number, lease in model.valid(self.desk.now).items():
-                if number not in model.delivered:
-                    assert self.desk.slot_contents[lease.slot.index] == number
-                    assert self.desk.shelf.ready(number) is lease.slot
+                assert self.desk.slot_contents[lease.slot.index] == number
+                assert lease.slot.state is SlotState.READY and lease.slot.sequence_number in (number, REJECTED)
+
+    @invariant()
+    def nothing_is_leaked(self) -> None:
+        """Every reader of a slot is a lease, every lease is a run's, and no slot is being written by nobody."""
+        if not hasattr(self, "desk"):
+            return
+        book = self.desk.book
+        of_runs = [lease for subscription in book.subscriptions.values() for lease in subscription.leased.values()]
+        assert sorted(lease.token for lease in of_runs) == sorted(book.leases)
+        readers = Counter(lease.slot.index for lease in of_runs)
+        assert all(slot.readers == readers[slot.index] for slot in self.desk.shelf.slots)
+        assert not self.desk.shelf.is_writing
 
     @invariant()
     def the_shelf_keeps_its_bound(self) -> None:
         """In bytes: neither what is ready nor what is being written is ever more than the arena has room for."""
         if not hasattr(self, "desk"):
             return
-        held = [slot.sequence_number for slot in self.desk.shelf.slots if slot.state is not SlotState.EMPTY]
-        assert len(held) == len(set(held)) <= self.num_slots
+        occupied = [slot for slot in self.desk.shelf.slots if slot.state is not SlotState.EMPTY]
+        held = [slot.sequence_number for slot in occupied if slot.sequence_number != REJECTED]
+        assert len(held) == len(set(held)) and len(occupied) <= self.num_slots
         counters = self.desk.control.counters(STREAM)
         assert counters.shelf_size_bytes <= counters.shelf_capacity_bytes == self.num_slots * self.desk.shelf.slot_bytes
 
@@ -324,6 +360,7 @@ class LedgerMachine(RuleBasedStateMachine):
             report = lineage_report(self.ledger_file, run)
             assert report.exactly_once, report
             assert (report.first_sequence_number, report.next_sequence_number) == (0, model.limit)
+            assert model.quarantined.issuperset(report.quarantined), "the lineage has what its cursor has"
         counters = self.desk.control.counters(STREAM)  # of the last server
         assert counters.packs_computed == len(self.desk.computed)
         assert counters.packs_recomputed == len(self.desk.computed) - len(set(self.desk.computed))
@@ -343,7 +380,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return len(self.desk.book.subscriptions[self.name(run)].leased) < 4
 
     def finish_all(self, besides: str = "") -> None:
-        """No deadlock: as long as any run has packs to come, a round of all runs delivers at least one."""
+        """No deadlock: as long as any run has packs to come, a round of all runs delivers one, or trains a step."""
         pending = {
             run
             for run, model in self.runs.items()
@@ -355,11 +392,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 model = self.runs[run]
                 got = self.desk.get(self.name(run), model.incarnation, model.packs_per_step)
                 model.delivered.update(got)
-                delivered += len(got)
+                before = model.cursor
                 self.commit(run)
-                if (
-                    model.delivered.issuperset(range(model.limit))
-                    and model.cursor * model.packs_per_step == model.limit
-                ):
+                delivered += len(got) + model.cursor - before
+                if model.exhausted and model.cursor * model.packs_per_step == model.limit:
                     pending.remove(run)
             assert delivered or not pending, f"no progress with {pending} pending"

@@ -1,9 +1,6 @@
 """What may go wrong around the ledger: a disk that takes nothing, time that passes meanwhile, shelves that go away."""
 
-import contextlib
-import sqlite3
 import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,17 +11,6 @@ from target_server.lineage import lineage_report
 from target_server.shelf import PackFacts, Shelf
 from target_server.subscription import Start
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
-
-
-@contextlib.contextmanager
-def unwritable(desk: LedgerDesk) -> Iterator[None]:
-    """Nothing can be written into the ledger's file."""
-    desk.store._connection.execute("PRAGMA busy_timeout = 1")
-    blocker = sqlite3.connect(desk.store.path, isolation_level=None)
-    blocker.execute("BEGIN IMMEDIATE")
-    yield
-    blocker.execute("ROLLBACK")
-    blocker.close()
 
 
 def reopened(desk: LedgerDesk) -> LedgerDesk:
@@ -39,7 +25,7 @@ def test_a_quarantine_that_cannot_be_written_ends_no_engine(desk: LedgerDesk, ca
     desk.ask(name, incarnation, packs=2)
     work = desk.queue.next_work(0.0)
     assert work is not None
-    with unwritable(desk), caplog.at_level("WARNING"):
+    with desk.unwritable(), caplog.at_level("WARNING"):
         desk.queue.quarantine(work, ("c17",))
     assert {record.message for record in caplog.records} == {"quarantine_not_saved", "pack_quarantined"}
     assert desk.ask(name, incarnation).quarantined == (0,)
@@ -54,7 +40,7 @@ def test_a_pack_that_readers_reject_is_set_aside_though_nothing_can_be_written(d
         desk.ask(name, incarnation)
         desk.work()
         (lease,) = desk.ask(name, incarnation).leases
-        with unwritable(desk):
+        with desk.unwritable():
             quarantined = desk.ledger.release([lease.token], pack_at_fault=True)
     assert quarantined == [lease]
     assert desk.get(name, incarnation) == [1]
@@ -62,7 +48,7 @@ def test_a_pack_that_readers_reject_is_set_aside_though_nothing_can_be_written(d
 
 def test_a_group_that_could_not_be_written_has_not_started(desk: LedgerDesk) -> None:
     runs = [desk.join(run, group="sweep", group_size=2) for run in ("a", "b")]
-    with unwritable(desk), pytest.raises(SlipstreamError, match="locked"):
+    with desk.unwritable(), pytest.raises(SlipstreamError, match="locked"):
         desk.ask(*runs[0])
     assert desk.ask(*runs[0]).state is DeliveryState.ACTIVE
     later = reopened(desk)
@@ -73,7 +59,7 @@ def test_a_group_that_could_not_be_written_has_not_started(desk: LedgerDesk) -> 
 def test_terms_that_could_not_be_written_are_not_those_of_the_run(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a")
     other = terms("a", max_epochs=3)
-    with unwritable(desk), pytest.raises(SlipstreamError, match="locked"):
+    with desk.unwritable(), pytest.raises(SlipstreamError, match="locked"):
         desk.ledger.open(other, STREAM, FINGERPRINT, 300)
     assert desk.book.subscriptions[name].record.terms == terms("a")
     desk.ledger.open(other, STREAM, FINGERPRINT, 300)

@@ -9,7 +9,8 @@ import random
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.unit.target_server.ledger_machine import RUNS, LedgerMachine
+from tests.unit.target_server.ledger_machine import LedgerMachine
+from tests.unit.target_server.ledger_model import RUNS
 
 LedgerMachine.TestCase.settings = settings(
     max_examples=int(os.environ.get("SLIPSTREAM_LEDGER_EXAMPLES", "60")),
@@ -33,6 +34,9 @@ RULES: dict[str, tuple[int, dict[str, list[object]]]] = {
     "wait": (2, {"seconds": [1.0, 9.0, 21.0, 31.0]}),
     "pause": (1, {"paused": [True, False, False]}),
     "idle_engine": (3, {}),
+    "reject": (1, {"index": [0, 1, 2]}),
+    "full_disk": (1, {"verb": ["commit", "seek", "pause"]}),
+    "engine_fails": (1, {"finite": [True, True, True, False]}),
     "restart": (1, {}),
 }
 """How often, and with what: mostly runs get on, so that they drift apart and leases are out when it matters."""
@@ -49,9 +53,10 @@ def test_long_histories(seed: int) -> None:
     names, weights = list(RULES), [weight for weight, _ in RULES.values()]
     for name in rng.choices(names, weights, k=300):
         chosen = {key: rng.choice(values) for key, values in RULES[name][1].items()}
-        if name not in ("engine", "wait", "idle_engine", "restart"):
+        if name not in ("engine", "engine_fails", "wait", "idle_engine", "restart"):
             chosen["run"] = rng.choice(sorted(RUNS))
         getattr(machine, name)(**chosen)
         machine.leased_slots_keep_their_pack()
+        machine.nothing_is_leaked()
         machine.the_shelf_keeps_its_bound()
     machine.teardown()
