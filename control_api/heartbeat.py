@@ -85,6 +85,7 @@ def _observe(session: Session, assignment: Assignment, report: AssignmentReport,
     run = assignment.run
     assignment.observed = report.state
     assignment.target_unreachable = report.target_unreachable
+    run.transport = report.transport or run.transport
     if report.progress is not None:
         run.steps = report.progress.step
         run.total_steps = report.progress.total_steps or run.total_steps

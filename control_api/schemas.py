@@ -14,7 +14,7 @@ LARGEST = 2**53 - 1  # what every JSON reader holds exactly, and SQLite stores
 _DEEPEST = 20
 
 
-def _storable(value: dict[str, Any]) -> dict[str, Any]:
+def storable(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse what json.loads reads but JSON cannot say (NaN), half characters, and nesting that exhausts a stack."""
     if _depth(value) > _DEEPEST:
         raise ValueError(f"nested deeper than {_DEEPEST} levels")
@@ -36,7 +36,7 @@ Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 ShortText = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]
 Name = Annotated[str, Field(pattern=NAME_PATTERN, description=NAME_RULE)]
 Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_storable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(storable)]
 Moment = Annotated[
     datetime,
     PlainSerializer(
@@ -204,6 +204,26 @@ class Throughput(Resource):
     """What decides the speed of the run; null while unknown."""
 
 
+class HeldoutMeasure(Resource):
+    """What decoding held-out prompts with the drafter would accept, measured while it trained (docs/evaluation.md)."""
+
+    step: int
+    """Steps that the weights had trained."""
+    accepted_length: float
+    """Tokens a round, bonus included, over all sources: every round weighs the same."""
+    by_source: dict[str, float]
+    """The same by source of the prompts."""
+
+
+class Heldout(Resource):
+    """Of a run that measures."""
+
+    latest: HeldoutMeasure | None
+    """Null: not yet."""
+    best: HeldoutMeasure | None
+    """Of the checkpoint that `best` points to, among those that are on disk; null while there is none."""
+
+
 class RunPublic(Resource):
     """A run."""
 
@@ -223,6 +243,10 @@ class RunPublic(Resource):
     throughput: Throughput | None
     latest_metrics: dict[str, Any] | None
     """The newest record of metrics.jsonl."""
+    heldout: Heldout | None
+    """Acceptance on held-out answers; null where the run does not measure it (eval.heldout)."""
+    transport: str | None
+    """How its trainer reads packs, `shm` or `grpc`, as the newest training process chose; null until one has."""
     conditions: list[ConditionPublic]
     trainers: list[str]
     latest_checkpoint_step: int | None
@@ -262,6 +286,10 @@ class CheckpointPublic(Resource):
     """On the trainer's host."""
     storage: str
     saved_at: Moment
+    heldout: HeldoutMeasure | None
+    """Null: it was not measured."""
+    is_best: bool
+    """No other checkpoint of the run that was measured on the same answers is better."""
 
 
 class ExportCreate(Body):

@@ -2,9 +2,21 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from control_api.schemas import LARGEST, Body, Count, JsonObject, Moment, Name, ReportedTime, Resource, ShortText, Text
+from control_api.schemas import (
+    LARGEST,
+    Body,
+    Count,
+    JsonObject,
+    Moment,
+    Name,
+    ReportedTime,
+    Resource,
+    ShortText,
+    Text,
+    storable,
+)
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import DesiredState
 
@@ -132,6 +144,17 @@ class TrainerEvent(Body):
     data: JsonObject = Field(default_factory=dict)
 
 
+AcceptedLength = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class ReportedHeldout(Body):
+    """What the weights of a checkpoint would be accepted of, by the target's own answers to held-out prompts."""
+
+    accepted_length: AcceptedLength
+    """Tokens a round, bonus included, over all sources."""
+    by_source: Annotated[dict[str, AcceptedLength], AfterValidator(storable)]
+
+
 class ReportedCheckpoint(Body):
     """A complete checkpoint on disk."""
 
@@ -139,6 +162,10 @@ class ReportedCheckpoint(Body):
     incarnation: Count
     path: ShortText
     saved_at: ReportedTime
+    heldout: ReportedHeldout | None = None
+    """Null: not measured."""
+    is_best: bool = False
+    """`best` points to it: no other one on the same answers has a larger accepted length."""
 
 
 class ChildExit(Body):
@@ -166,6 +193,8 @@ class AssignmentReport(Body):
     progress: ReportedProgress | None = None
     target_unreachable: bool = False
     """The child waits for its target."""
+    transport: ShortText | None = None
+    """How packs come to the child, `shm` or `grpc`; null: it has not said it yet."""
     metrics: MetricBatch | None = None
     logs: LogBatch | None = None
     events: Annotated[list[TrainerEvent], Field(max_length=MAX_EVENTS_PER_HEARTBEAT, default_factory=list)]

@@ -15,7 +15,6 @@ from control_api.store.tables import Checkpoint, Event, LogLine, Metric, Run, St
 from slipstream.run_spec.states import DesiredState, RunState, allowed_verbs
 
 _RECORDS_OF_PACE = 20
-_LARGEST_MEASURE = 1e15
 
 
 def moment(seconds: float) -> datetime:
@@ -101,6 +100,8 @@ def checkpoint(row: Checkpoint) -> schemas.CheckpointPublic:
         path=row.path,
         storage=row.storage,
         saved_at=moment(row.saved_at),
+        heldout=_heldout_of(row),
+        is_best=row.is_best,
     )
 
 
@@ -136,6 +137,8 @@ def _run(session: Session, row: Run) -> dict[str, Any]:
         "progress": _progress(row, records),
         "throughput": _throughput(records, row.stream_stats or {}),
         "latest_metrics": records[0] if records else None,
+        "heldout": _heldout(session, row),
+        "transport": row.transport,
         "conditions": [one | {"since": moment(one["since"])} for one in row.conditions],
         "trainers": [one.trainer.name for one in row.assignments],
         "latest_checkpoint_step": checkpoints.newest_step(session, row.id),
@@ -152,8 +155,20 @@ def _progress(row: Run, records: Sequence[dict[str, Any]]) -> schemas.Progress:
         step=row.steps,
         max_steps=total,
         fraction=min(1.0, row.steps / total) if total else None,
-        eta_seconds=_measured(records[0], "eta_seconds") if is_training and records else None,
+        eta_seconds=metrics.measured(records[0], "eta_seconds") if is_training and records else None,
     )
+
+
+def _heldout(session: Session, row: Run) -> schemas.Heldout | None:
+    """Also of a run that has measured before its definition could say so."""
+    best = checkpoints.best(session, row.id)
+    if row.heldout is None and best is None and not (row.spec.get("eval") or {}).get("heldout"):
+        return None
+    return schemas.Heldout.model_validate({"latest": row.heldout, "best": best and _heldout_of(best)})
+
+
+def _heldout_of(row: Checkpoint) -> schemas.HeldoutMeasure | None:
+    return schemas.HeldoutMeasure.model_validate(row.heldout | {"step": row.step}) if row.heldout else None
 
 
 def _steps_of_spec(spec: dict[str, Any]) -> int | None:
@@ -171,9 +186,9 @@ def _throughput(records: Sequence[dict[str, Any]], stream_stats: dict[str, Any])
     seconds = waited = tokens = 0.0
     for record in records:
         own = (
-            _measured(record, "seconds"),
-            _measured(record, "data_wait_seconds"),
-            _measured(record, "tokens_per_second"),
+            metrics.measured(record, "seconds"),
+            metrics.measured(record, "data_wait_seconds"),
+            metrics.measured(record, "tokens_per_second"),
         )
         if own[0] is not None and own[1] is not None and own[2] is not None:
             seconds, waited, tokens = seconds + own[0], waited + own[1], tokens + own[2] * own[0]
@@ -186,14 +201,6 @@ def _throughput(records: Sequence[dict[str, Any]], stream_stats: dict[str, Any])
         data_wait_ratio=data_wait_ratio,
         bottleneck=bottleneck(data_wait_ratio, stream_stats.get("target_wait_ratio")),
     )
-
-
-def _measured(record: dict[str, Any], key: str) -> float | None:
-    """A number from a trainer's record; None where there is none that makes sense."""
-    value = record.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < _LARGEST_MEASURE:
-        return None
-    return float(value)
 
 
 def _state_change(row: StateChange) -> schemas.StateChange:

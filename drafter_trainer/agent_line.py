@@ -43,6 +43,10 @@ class AgentLine:
         """The run waits for its target, for this reason; None: it goes on."""
         self._tell(waits_for_target=reason)
 
+    def reads_over(self, transport: str) -> None:
+        """How packs come from the target to this process: `shm` or `grpc`."""
+        self._tell(transport=transport)
+
     def joined(self, next_step: int, total_steps: int) -> None:
         """The run has its place at the target."""
         self._tell(next_step=next_step, total_steps=total_steps)

@@ -1,7 +1,9 @@
 """A run's place at its target server: handshake, subscription, incarnation, commits; and the way back after a loss.
 
-Two threads use it. The feeder leases and, when the connection was lost, joins again under a new incarnation; the
-training thread commits and writes. One lock keeps an incarnation from changing between a check and the write under it.
+Two threads call the server. The feeder leases and, when the connection was lost, joins again under a new incarnation;
+the training thread commits. One lock, which may be held for as long as the target is away, keeps the incarnation from
+changing while a commit names it. Another, never held across a call, keeps it from changing while somebody writes into
+the run directory under it: what was trained is recorded and saved although the target is away.
 """
 
 import logging
@@ -73,6 +75,10 @@ class WaitNotice:
         self._agent.waits_for_target(reason)
         log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
 
+    def greeted(self, transport: str) -> None:
+        """The target has answered, and packs will be read over this transport."""
+        self._agent.reads_over(transport)
+
     def over(self) -> None:
         """The target has answered: the next wait is news again."""
         if self._reason is not None:
@@ -95,6 +101,8 @@ class TargetLink:
         self._run = run
         self._trainer = f"trainers/{socket.gethostname()}-{os.getpid()}"
         self._lock = threading.RLock()
+        """Taken before `_owning`, if both are."""
+        self._owning = threading.RLock()
         self._seen_reconnects = 0
         self._must_rejoin = False
         self._next_commit = 0
@@ -142,6 +150,7 @@ class TargetLink:
         if self._reader is not None:
             self._reader.close()
         self._reader = reader
+        self._notice.greeted(reader.name)
         self.fingerprint = target.target_fingerprint
         self.max_outstanding_leases = target.max_outstanding_leases
         self._seen_reconnects = self._client.reconnects
@@ -290,7 +299,7 @@ class TargetLink:
     @contextmanager
     def incarnation_held(self) -> Iterator[int]:
         """The incarnation, which the feeder cannot change while the block runs: for writes into the run directory."""
-        with self._lock:
+        with self._owning:
             yield self._incarnation
 
     def close(self) -> None:
@@ -347,8 +356,9 @@ class TargetLink:
                 first_sequence_number=self.first_sequence_number,
             )
         )
-        self._run.claim(response.incarnation, self._trainer)
-        self._incarnation = response.incarnation
+        with self._owning:
+            self._run.claim(response.incarnation, self._trainer)
+            self._incarnation = response.incarnation
         self._next_commit = next_step
         self._seen_reconnects = self._client.reconnects
 

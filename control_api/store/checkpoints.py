@@ -20,25 +20,28 @@ def replace(session: Session, run: Run, storage: str, reported: Iterable[Reporte
     for step in known.keys() - listed.keys():
         session.delete(known[step])
     for step in sorted(listed):
-        _store(session, run, storage, listed[step], known.get(step), now)
+        checkpoint = _store(session, run, storage, listed[step], known.get(step), now)
+        checkpoint.heldout = listed[step].model_dump()["heldout"]
+        checkpoint.is_best = listed[step].is_best
     session.flush()
 
 
 def _store(
     session: Session, run: Run, storage: str, given: ReportedCheckpoint, known: Checkpoint | None, now: float
-) -> None:
+) -> Checkpoint:
     saved_at = given.saved_at.timestamp()
     if known is not None and (known.incarnation, known.saved_at, known.path) == (
         given.incarnation,
         saved_at,
         given.path,
     ):
-        return
+        return known
     checkpoint = known or Checkpoint(run_id=run.id, storage=storage, step=given.step)
     checkpoint.incarnation, checkpoint.path, checkpoint.saved_at = given.incarnation, given.path, saved_at
     session.add(checkpoint)
     data = {"step": given.step, "incarnation": given.incarnation, "path": given.path}
     events.append(session, run.id, events.NewEvent("CHECKPOINT_SAVED", data=data), now=now)
+    return checkpoint
 
 
 def page(session: Session, run_id: int, *, after: int, size: int) -> Sequence[Checkpoint]:
@@ -50,6 +53,12 @@ def page(session: Session, run_id: int, *, after: int, size: int) -> Sequence[Ch
 def of_step(session: Session, run_id: int, step: int) -> Checkpoint | None:
     """The one that was saved last, where several storages hold one of this step."""
     query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.step == step)
+    return session.scalars(query.order_by(Checkpoint.saved_at.desc()).limit(1)).first()
+
+
+def best(session: Session, run_id: int) -> Checkpoint | None:
+    """The one that measured best; the one that was saved last, where several storages have one."""
+    query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.is_best)
     return session.scalars(query.order_by(Checkpoint.saved_at.desc()).limit(1)).first()
 
 

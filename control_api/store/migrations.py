@@ -15,6 +15,12 @@ _STATEMENTS: Mapping[int, tuple[str, ...]] = {
         "SELECT target_id, id, 'subscriptions/' || directory FROM runs",
     ),
     5: ("ALTER TABLE runs ADD COLUMN uid TEXT",),
+    6: (
+        "ALTER TABLE runs ADD COLUMN heldout JSON",
+        "ALTER TABLE runs ADD COLUMN transport TEXT",
+        "ALTER TABLE checkpoints ADD COLUMN heldout JSON",
+        "ALTER TABLE checkpoints ADD COLUMN is_best BOOLEAN NOT NULL DEFAULT 0",
+    ),
 }
 """What each version changed on tables that were there before; tables that are missing are made first."""
 

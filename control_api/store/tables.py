@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -63,6 +63,10 @@ class Run(Table):
     total_steps: Mapped[int | None]
     stream_stats: Mapped[dict[str, Any] | None]
     """What its target said of its stream last; the fields of target_visit.StreamStats."""
+    heldout: Mapped[dict[str, Any] | None]
+    """The newest measurement on held-out answers; the fields of schemas.HeldoutMeasure."""
+    transport: Mapped[str | None]
+    """What its newest training process chose."""
     created_at: Mapped[float]
     updated_at: Mapped[float]
 
@@ -182,6 +186,9 @@ class Checkpoint(Table):
     incarnation: Mapped[int]
     path: Mapped[str]
     saved_at: Mapped[float]
+    heldout: Mapped[dict[str, Any] | None]
+    """The fields of trainer_schemas.ReportedHeldout."""
+    is_best: Mapped[bool] = mapped_column(default=False, server_default=text("0"))
 
 
 class Metric(Table):

@@ -23,6 +23,8 @@ class Standing:
     state: str
     total_steps: int | None = None
     target_unreachable: bool = False
+    transport: str | None = None
+    """How packs come to the process; None while it has not said it."""
     exit: Mapping[str, Any] | None = None
 
 
@@ -77,6 +79,7 @@ class Reporter:
             "assignment": self._assignment.id,
             "run_uid": self._assignment.run_uid,
             "target_unreachable": standing.target_unreachable,
+            "transport": standing.transport,
             "events": self._events[:_MAX_EVENTS],
             "checkpoints": None,
             "exit": standing.exit,

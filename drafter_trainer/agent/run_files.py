@@ -16,6 +16,8 @@ _LOG_BYTES = 2**16
 _LONGEST_LOG_LINE = 2000
 _MAX_CHECKPOINTS = 1000
 _LONGEST_PATH = 255
+_HELDOUT_BYTES = 2**17
+_LONGEST_LENGTH = 1e6
 _LARGEST = 2**53 - 1
 _DEEPEST = 20
 _NO_RECORD = {"step": 0, "incarnation": 0}
@@ -81,8 +83,12 @@ class RunFiles:
         return [printable(line)[:longest] for line in text.splitlines()[-lines:]]
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The complete ones, in the order of their steps."""
-        found = [one for path in self.directory.glob("checkpoints/step-*") if (one := _checkpoint(path)) is not None]
+        """The complete ones, in the order of their steps; which of them is the best where the run measures."""
+        directories = list(self.directory.glob("checkpoints/step-*"))
+        found = [one for path in directories if (one := _checkpoint(path, len(directories))) is not None]
+        best = _best(self.directory / "checkpoints")
+        for one in found:
+            one["is_best"] = Path(one["path"]).name == best
         return sorted(found, key=lambda one: int(one["step"]))[-_MAX_CHECKPOINTS:]
 
     def newest_checkpoint(self) -> tuple[int, int] | None:
@@ -129,8 +135,8 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, inner), default=-1)
 
 
-def _checkpoint(directory: Path) -> dict[str, Any] | None:
-    """None for one that is not complete, or is removed just now."""
+def _checkpoint(directory: Path, siblings: int) -> dict[str, Any] | None:
+    """None for one that is not complete, or is removed just now. `siblings`: how many share a heartbeat."""
     try:
         saved_at = (directory / "manifest.json").stat().st_mtime
         state = json.loads((directory / "state.json").read_bytes())
@@ -140,6 +146,32 @@ def _checkpoint(directory: Path) -> dict[str, Any] | None:
             "incarnation": int(state["incarnation"]),
             "path": path if len(path) <= _LONGEST_PATH else directory.name,
             "saved_at": datetime.fromtimestamp(saved_at, UTC).isoformat(),
+            "heldout": _heldout(state.get("heldout"), _HELDOUT_BYTES // siblings),
         }
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _heldout(measured: Any, most_bytes: int) -> dict[str, Any] | None:
+    """What was measured on held-out answers, as the control API takes it; without sources where they are too many."""
+    if not isinstance(measured, Mapping) or not _is_length(overall := measured.get("accepted_length")):
+        return None
+    given = measured.get("by_source")
+    sources = {one: length for one, length in given.items() if _is_length(length)} if isinstance(given, dict) else {}
+    try:
+        size = len(json.dumps(sources, ensure_ascii=False).encode())
+    except UnicodeEncodeError:  # half a character in a name
+        size = most_bytes + 1
+    return {"accepted_length": overall, "by_source": sources if size <= most_bytes else {}}
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= _LONGEST_LENGTH
+
+
+def _best(checkpoints: Path) -> str | None:
+    """The name of the directory that the link `best` points to."""
+    try:
+        return (checkpoints / "best").readlink().name
+    except OSError:
         return None

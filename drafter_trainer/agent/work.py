@@ -59,6 +59,7 @@ class Work:
         self._is_leaving = False
         self._is_at_rest = False
         self._target_unreachable = False
+        self._transport: str | None = None
         self.child: Child | None = None
         self.reporter = Reporter(assignment, self._files)
         self.is_retired = False
@@ -72,7 +73,7 @@ class Work:
     @property
     def standing(self) -> Standing:
         """Now."""
-        return Standing(self._state(), self._total_steps, self._target_unreachable, self._exit)
+        return Standing(self._state(), self._total_steps, self._target_unreachable, self._transport, self._exit)
 
     def _state(self) -> str:
         if self._outcome is not None:
@@ -104,6 +105,7 @@ class Work:
     def _look_after(self, child: Child, now: float) -> None:
         status = child.poll()
         self._total_steps = child.told.get("total_steps", self._total_steps)
+        self._transport = child.told.get("transport", self._transport)
         self._target_unreachable = status is None and child.told.get("waits_for_target") is not None
         if status is not None:
             self.child = None

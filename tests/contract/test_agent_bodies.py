@@ -72,7 +72,7 @@ def test_heartbeats_whatever_lies_in_the_files(tmp_path: Path, garbage: bytes) -
     reporter.add_event("CHILD_STARTED", "\udcff\0" * 9999, {"child": 1, "pid": 2})
     failure = Failure(Reason.INTERNAL, "\udcff\0\n" * 9999, "x" * 9999, -9)
     ended = exit_report(failure, child=1, log_tail=files.log_tail(), will_restart=False)
-    report = reporter.build(Standing("FAILED", total_steps=9, target_unreachable=True, exit=ended))
+    report = reporter.build(Standing("FAILED", total_steps=9, target_unreachable=True, transport="shm", exit=ended))
     body = json.dumps({"instance_id": "5f0c", "leaving": False, "report": report}, ensure_ascii=False).encode()
     assert len(body) < 2**20
     read = api.HeartbeatReport.model_validate_json(body)

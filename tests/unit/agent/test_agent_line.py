@@ -49,9 +49,16 @@ def test_the_trainer_tells_when_it_waits_for_its_target() -> None:
     notice.over()
     notice.over()
     notice(Reason.TARGET_UNREACHABLE, 0.1)
+    notice.greeted("shm")
     with agent.makefile("r") as news:
-        told = [json.loads(news.readline())["waits_for_target"] for _ in range(4)]
-    assert told == ["TARGET_UNREACHABLE", "TARGET_LOADING", None, "TARGET_UNREACHABLE"]
+        told = [json.loads(news.readline()) for _ in range(5)]
+    assert [one["waits_for_target"] for one in told[:4]] == [
+        "TARGET_UNREACHABLE",
+        "TARGET_LOADING",
+        None,
+        "TARGET_UNREACHABLE",
+    ]
+    assert told[4] == {"transport": "shm"}
     agent.close()
 
 

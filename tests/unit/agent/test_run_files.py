@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from control_api.trainer_schemas import ReportedCheckpoint
 from drafter_trainer.agent.run_files import MAX_LINES, RunFiles, as_records, printable
 from tests.fakes.control_plane import record
 
@@ -102,3 +103,38 @@ def test_a_checkpoint_too_far_down_is_named_alone(tmp_path: Path) -> None:
     files = RunFiles(deep, attempt=1)
     save_checkpoint(files, 7)
     assert files.checkpoints()[0]["path"] == "step-00000007"
+
+
+def measure(directory: Path, heldout: object) -> None:
+    path = directory / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"heldout": heldout}))
+
+
+def test_what_was_measured_on_held_out_answers(files: RunFiles) -> None:
+    measured = {"accepted_length": 1.285, "by_source": {"chat": 1.3, "code": 1.315}}
+    older = save_checkpoint(files, 10)
+    measure(older, measured | {"answers": "digest"})
+    measure(save_checkpoint(files, 20), None)
+    (older.parent / "best").symlink_to(older.name)
+    found = [(one["step"], one["heldout"], one["is_best"]) for one in files.checkpoints()]
+    assert found == [(10, measured, True), (20, None, False)]
+    assert files.checkpoints()[1]["heldout"] is None
+
+
+@pytest.mark.parametrize(
+    ("heldout", "sent"),
+    [
+        (7, None),
+        ({"accepted_length": "1"}, None),
+        ({"accepted_length": 1e9, "by_source": {}}, None),
+        ({"accepted_length": 1.5, "by_source": {"a": None, "b": -1, "c": True, "d": 2}}, {"d": 2}),
+        ({"accepted_length": 1.5, "by_source": {"\ud800": 2}}, {}),
+        ({"accepted_length": 1.5, "by_source": {"x" * 200_000: 2}}, {}),
+        ({"accepted_length": 1.5}, {}),
+    ],
+)
+def test_only_what_the_control_api_takes_is_sent(files: RunFiles, heldout: object, sent: object) -> None:
+    measure(save_checkpoint(files, 10), heldout)
+    (one,) = files.checkpoints()
+    assert one["heldout"] == (None if sent is None else {"accepted_length": 1.5, "by_source": sent})
+    assert ReportedCheckpoint.model_validate_json(json.dumps(one)).step == 10

@@ -86,11 +86,12 @@ def test_a_process_that_is_told_to_leave_before_it_listens(bench: Bench) -> None
 
 def test_waiting_for_the_target(bench: Bench) -> None:
     bench.child(
-        "line.waits_for_target(Reason.TARGET_UNREACHABLE); until('back')\nline.waits_for_target(None); until('end')"
+        "line.waits_for_target(Reason.TARGET_UNREACHABLE); until('back')\n"
+        "line.waits_for_target(None); line.reads_over('shm'); until('end')"
     )
     bench.until(lambda: bench.work.standing.target_unreachable)
     bench.signal("back")
-    bench.until(lambda: not bench.work.standing.target_unreachable)
+    bench.until(lambda: not bench.work.standing.target_unreachable and bench.work.standing.transport == "shm")
     bench.signal("end")
     bench.until(lambda: bench.work.standing.exit is not None)
 

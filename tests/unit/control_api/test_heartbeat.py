@@ -106,3 +106,35 @@ def test_message_and_remedy_are_two_sentences(desk: Desk, message: str, remedy: 
     failed = GAVE_UP | {"message": message, "remedy": remedy}
     desk.beat("t1", report(desk.running(), "FAILED", exit=failed))
     assert desk.get("runs/demo")["message"] == words
+
+
+def test_held_out_acceptance_and_transport_of_a_run(desk: Desk) -> None:
+    work = desk.running()
+    assert desk.get("runs/demo")["heldout"] is None and desk.get("runs/demo")["transport"] is None
+    measured = {"heldout_accepted_length": 1.25, "heldout_sources": {"chat": {"accepted_length": 1.5}, "odd": 7}}
+    records = [record(0), record(1) | measured, record(2), record(3) | {"heldout_accepted_length": "?"}]
+    listed = [
+        checkpoint(1) | {"heldout": {"accepted_length": 1.375, "by_source": {"chat": 1.5}}, "is_best": True},
+        checkpoint(2),
+    ]
+    batch = {"first_index": 0, "records": records}
+    desk.beat(report=report(work, "RUNNING", metrics=batch, checkpoints=listed, transport="shm"))
+    desk.beat(report=report(work, "RUNNING"))
+    run = desk.get("runs/demo")
+    best = {"step": 1, "accepted_length": 1.375, "by_source": {"chat": 1.5}}
+    assert run["transport"] == "shm"
+    assert run["heldout"] == {"latest": {"step": 2, "accepted_length": 1.25, "by_source": {"chat": 1.5}}, "best": best}
+    rows = desk.get("runs/demo/checkpoints")["checkpoints"]
+    assert [(one["heldout"], one["is_best"]) for one in rows] == [(best, True), (None, False)]
+    # The best one is another now: that is no new checkpoint.
+    events = len(desk.get("runs/demo/events")["events"])
+    desk.beat(report=report(work, "RUNNING", checkpoints=[checkpoint(1), listed[0] | {"step": 2}], transport="grpc"))
+    run = desk.get("runs/demo")
+    assert (run["heldout"]["best"]["step"], run["transport"]) == (2, "grpc")
+    assert len(desk.get("runs/demo/events")["events"]) == events + 1, "step 2 lies elsewhere, in this test"
+
+
+def test_a_run_that_is_to_measure_says_so_before_it_has(desk: Desk) -> None:
+    desk.target()
+    desk.run(eval={"prompts": "/data/p.jsonl", "heldout": "/data/h.jsonl"})
+    assert desk.get("runs/demo")["heldout"] == {"latest": None, "best": None}
