@@ -92,12 +92,13 @@ def test_packs_lie_in_their_slots_while_the_next_is_computed(compiled: bool, tmp
     from slipstream.run_spec.spec import TargetSpec
     from slipstream.wire.codec import view_tensor
     from target_server.lease_ledger import Ask
+    from target_server.subscription import SubscriptionTerms
     from target_server.target_model import TargetModel
     from tests.fakes.served_model import data_spec_json, write_conversations, write_tiny_target
-    from tests.unit.target_server.test_streams import Engine, SubscriptionTerms
+    from tests.fakes.stepped_target import SteppedTarget
 
     spec = TargetSpec(model=str(write_tiny_target(tmp_path / "model")), dtype="bfloat16", compile=compiled)
-    engine = Engine(TargetModel.load(spec, device="cuda"), tmp_path)
+    engine = SteppedTarget(TargetModel.load(spec, device="cuda"), tmp_path / "ledger.sqlite")
     conversations = write_conversations(tmp_path / "conversations.jsonl")
     terms = SubscriptionTerms("runs/a", data_spec_json(conversations), (0, 2), False, 1)
     name, stream_name = engine.join(terms)

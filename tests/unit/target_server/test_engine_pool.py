@@ -28,7 +28,7 @@ from target_server.streams import StreamCatalog
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
 from target_server.work_queue import WorkQueue
-from tests.fakes.served_model import data_spec_json, write_conversations, write_tiny_target
+from tests.fakes.served_model import data_spec_json
 
 PATIENCE = 60.0
 
@@ -134,17 +134,6 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    directory = write_tiny_target(tmp_path_factory.mktemp("model"))
-    return TargetModel.load(TargetSpec(model=str(directory), dtype="float32"), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl", count=30)
 
 
 HouseMaker = Callable[..., House]

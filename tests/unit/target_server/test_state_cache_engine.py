@@ -7,44 +7,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.run_spec.spec import TargetSpec
 from slipstream.wire.codec import ByteArray
-from target_server.lease_book import LeaseBook
-from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
-from target_server.ledger_store import LedgerStore
+from target_server.lease_ledger import Ask, SeekTo
 from target_server.producer import Producer
 from target_server.state_cache import StateCache, describe_cached
 from target_server.state_cache_queue import CachedQueue
 from target_server.state_cache_store import StateStore
-from target_server.stream_shelves import StreamShelves
-from target_server.streams import StreamCatalog
 from target_server.subscription import SubscriptionTerms
 from target_server.target_model import TargetModel
 from target_server.work_queue import WorkQueue
-from tests.fakes.served_model import LAYERS, data_spec_json, write_conversations, write_tiny_target
+from tests.fakes.served_model import LAYERS, data_spec_json
+from tests.fakes.stepped_target import SteppedTarget
 
 BUDGET = 64 * 2**20
 
 
-class Engine:
-    """A catalog with its ledger, and an engine with a cache that runs when told."""
+class CachedTarget(SteppedTarget):
+    """Its engine has a cache, if one is named."""
 
     def __init__(self, target: TargetModel, directory: Path, cache_directory: Path | None) -> None:
         directory.mkdir()
-        self.target = target
-        self.store = LedgerStore(directory / "ledger.sqlite")
-        book = LeaseBook(self.store)
-        self.ledger = LeaseLedger(book)
-        queue = WorkQueue(book)
-        self.catalog = StreamCatalog(target, StreamShelves(book), shelf_bytes=2**22, shm_dir=None, data_roots=None)
+        super().__init__(target, directory / "ledger.sqlite", shelf_bytes=2**22)
         self.cache = None
-        self.queue: WorkQueue | CachedQueue = queue
+        self.assignments: WorkQueue | CachedQueue = self.queue
         if cache_directory is not None:
             self.cache = StateCache(StateStore(cache_directory, BUDGET), describe_cached(target))
-            self.queue = CachedQueue(queue, self.catalog, self.cache)
-        self.producer = Producer(target, self.queue, self.catalog)
-        if isinstance(self.queue, CachedQueue):
-            self.queue.throughput = self.producer.throughput
+            self.assignments = CachedQueue(self.queue, self.catalog, self.cache)
+        self.producer = Producer(target, self.assignments, self.catalog)
+        if isinstance(self.assignments, CachedQueue):
+            self.assignments.throughput = self.producer.throughput
 
     def payloads(self, terms: SubscriptionTerms) -> list[ByteArray]:
         """Every pack of a run, in order, as a trainer reads it."""
@@ -59,28 +50,16 @@ class Engine:
             for lease in grant.leases:
                 payloads.append(stream.arena.slot(lease.slot.index)[: stream.layout.size_bytes].copy())
                 assert self.ledger.confirm(lease.token, stream.arena.generation(lease.slot.index))
-            while not grant.leases and (work := self.queue.next_work(0.0)) is not None:
+            while not grant.leases and (work := self.assignments.next_work(0.0)) is not None:
                 self.producer.compute(work)
             if self.cache is not None:
                 assert self.cache.writer.wait_until_written(30)
         return payloads
 
     def close(self) -> None:
-        self.catalog.close()
-        self.store.close()
+        super().close()
         if self.cache is not None:
             self.cache.close()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    directory = write_tiny_target(tmp_path_factory.mktemp("model"))
-    return TargetModel.load(TargetSpec(model=str(directory), dtype="float32"), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl", count=30)
 
 
 @pytest.fixture
@@ -101,13 +80,13 @@ def test_later_epochs_other_seeds_and_other_packings_do_not_run_the_target(
     target: TargetModel, conversations: Path, tmp_path: Path, tokens_computed: list[int]
 ) -> None:
     terms = SubscriptionTerms("a", data_spec_json(conversations), LAYERS, True, 1, max_epochs=3)
-    plain = Engine(target, tmp_path / "plain", None)
+    plain = CachedTarget(target, tmp_path / "plain", None)
     expected = plain.payloads(terms)
     uncached = sum(tokens_computed)
     plain.close()
     tokens_computed.clear()
 
-    engine = Engine(target, tmp_path / "first", tmp_path / "cache")
+    engine = CachedTarget(target, tmp_path / "first", tmp_path / "cache")
     got = engine.payloads(terms)
     epoch = sum(tokens_computed)
     assert uncached == 3 * epoch
@@ -117,7 +96,7 @@ def test_later_epochs_other_seeds_and_other_packings_do_not_run_the_target(
     assert not tokens_computed
     engine.close()
 
-    later = Engine(target, tmp_path / "later", tmp_path / "cache")
+    later = CachedTarget(target, tmp_path / "later", tmp_path / "cache")
     assert_equal_but_for_rounding(later.payloads(terms), expected)
     assert not tokens_computed, "the next server finds it all"
     later.close()
@@ -128,7 +107,7 @@ def test_of_new_documents_only_these_are_computed(
 ) -> None:
     some = tmp_path / "some.jsonl"
     some.write_text("".join(conversations.read_text().splitlines(keepends=True)[:20]))
-    engine = Engine(target, tmp_path / "engine", tmp_path / "cache")
+    engine = CachedTarget(target, tmp_path / "engine", tmp_path / "cache")
     terms = SubscriptionTerms("a", data_spec_json(some), LAYERS, True, 1, max_epochs=1)
     engine.payloads(terms)
     few = sum(tokens_computed)
@@ -137,7 +116,7 @@ def test_of_new_documents_only_these_are_computed(
     engine.close()
     both = sum(tokens_computed)
     tokens_computed.clear()
-    plain = Engine(target, tmp_path / "plain", None)
+    plain = CachedTarget(target, tmp_path / "plain", None)
     assert_equal_but_for_rounding(got, plain.payloads(more))
     plain.close()
     assert both == sum(tokens_computed) > few
