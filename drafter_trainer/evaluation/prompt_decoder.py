@@ -3,10 +3,11 @@
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 
@@ -63,11 +64,16 @@ def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> 
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker)
     waiting: dict[Future[dict[str, Decoded]], Prompt] = {}
+    # Not `as_completed`, which takes the lock of every future at once: left by a SIGTERM in there, the pool never ends.
+    ended: queue.SimpleQueue[Future[dict[str, Decoded]]] = queue.SimpleQueue()
     try:
         for prompt in prompts:
-            waiting[pool.submit(_decode_in_worker, plan, prompt)] = prompt
+            future = pool.submit(_decode_in_worker, plan, prompt)
+            waiting[future] = prompt
+            future.add_done_callback(ended.put)
         log_event(_log, "info", "decoding", prompts=len(prompts), processes=jobs)
-        for done in as_completed(waiting):
+        while waiting:
+            done = ended.get()
             yield plan.settings[0], waiting.pop(done), done.result()
     except BrokenProcessPool as error:
         raise SlipstreamError(
