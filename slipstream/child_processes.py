@@ -1,14 +1,18 @@
-"""Programs that start programs: what they started ends with them, on an error, on Ctrl-C and on SIGTERM."""
+"""Programs that start programs: what they started ends with them, on an error, on Ctrl-C, on SIGTERM, when killed."""
 
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
+_PARENT_LINE = "SLIPSTREAM_PARENT_FD"
+"""Names a pipe to a child: the system closes its other end when the parent dies, however that happens."""
 _WAKE_SECONDS = 0.2
 _LEAVE_SECONDS = 30.0
 """How long a child may take to save its work and leave."""
@@ -38,27 +42,53 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, which must be one of ours; on leaving, it is asked to end if it still runs, then made to.
 
+    It also ends when this process is killed: see `leave_with_parent`.
+
     Args:
         command: program and arguments.
         environment: what it sees besides this process's environment.
         output: takes stdout and stderr; None: those of this process.
     """
     process: subprocess.Popen[bytes] | None = None
+    line, held = os.pipe()
     try:
         # A signal between the child's start and the assignment would leave a child that nobody knows. The child
         # inherits the block; `run_main` of every program lifts it.
         with _signals_held():
             process = subprocess.Popen(
                 list(command),
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), _PARENT_LINE: str(line)},
+                pass_fds=(line,),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
         yield process
     finally:
-        if process is not None:
-            end_process(process)
+        try:
+            if process is not None:
+                end_process(process)
+        finally:
+            os.close(line)
+            os.close(held)
+
+
+def leave_with_parent() -> None:
+    """In a process that `child_process` started: end as at SIGTERM once the parent is gone. Call it first of all."""
+    named = os.environ.pop(_PARENT_LINE, None)  # what this process starts has another parent
+    if named is None:
+        return
+    line = int(named)
+    os.set_inheritable(line, False)
+    threading.Thread(target=_wait_for_parent, args=(line,), name="parent-line", daemon=True).start()
+
+
+def _wait_for_parent(line: int) -> None:
+    os.read(line, 1)  # the parent never writes: what can be read is the end
+    # The main thread must be the one that is woken, since it runs the handlers.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(_LEAVE_SECONDS)
+    os._exit(SIGTERM_STATUS)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:

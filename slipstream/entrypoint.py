@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from slipstream.child_processes import leave_with_parent
 from slipstream.errors import SlipstreamError
 from slipstream.telemetry.crash_report import summarize
 
@@ -23,6 +24,7 @@ def run_main(program: str, main: Callable[[], int]) -> int:
     """
     _keep_tracebacks_off_the_terminal(program)
     _unblock_signals()
+    leave_with_parent()
     try:
         status = main()
         _flush_stdout()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,8 @@ def test_the_definition_of_another_version_is_refused(trained: Path, tmp_path: P
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
 
 
-def test_sigterm_leaves_no_process(processes: Processes, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left(how: signal.Signals, processes: Processes, trained: Path, tmp_path: Path) -> None:
     """`slipstream eval` starts the evaluation, and that its workers: all of them are gone."""
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps({"id": f"p{i}", "prompt": f"number {i}?"}) + "\n" for i in range(4000)))
@@ -167,9 +169,9 @@ def test_sigterm_leaves_no_process(processes: Processes, trained: Path, tmp_path
     evaluation = processes.start("slipstream.cli", "eval", trained, "--prompts", many, *flags)
     evaluation.wait_for_line(r" decoding .*processes=2", timeout=60)
     assert len([command for command in survivors(evaluation.pid, seconds=0.0) if "spawn_main" in command]) == 2
-    evaluation.terminate()
-    assert evaluation.wait_exit(timeout=120) == 143, evaluation.output
-    assert not survivors(evaluation.pid)
+    os.kill(evaluation.pid, how)
+    assert evaluation.wait_exit(timeout=120) == {signal.SIGTERM: 143, signal.SIGKILL: -9}[how], evaluation.output
+    assert not survivors(evaluation.pid, seconds=60.0)
 
 
 def _rewrite_state(checkpoint: Path, spec: dict[str, int]) -> None:
