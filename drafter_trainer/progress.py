@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from typing import TextIO
 
 from drafter_trainer.metrics import StepRecord
@@ -29,7 +30,11 @@ class Pace:
 
 
 class Progress:
-    """One line, rewritten in place on a terminal; elsewhere a plain line every `log_every` seconds and at the end."""
+    """One line, rewritten in place on a terminal; elsewhere a plain line every `log_every` seconds and at the end.
+
+    What cannot be shown is left out, and tried again with a later step: the log lies on a full disk, or whoever read it
+    has gone. No run ends for that; what counts is in metrics.jsonl, which does end the run.
+    """
 
     def __init__(self, total_steps: int, *, log_every: float, stream: TextIO = sys.stderr) -> None:
         self._total_steps = total_steps
@@ -55,18 +60,21 @@ class Progress:
         if not is_last and now - self._last_shown < (0.2 if self._in_place else self._log_every):
             return
         line = self._line(record)
-        self._stream.write(f"\r\x1b[2K{line}" if self._in_place else f"{line}\n")
+        self._write(f"\r\x1b[2K{line}" if self._in_place else f"{line}\n")
         self._line_is_open = self._in_place
-        self._stream.flush()
         self._last_shown = now
         self._seconds = self._wait_seconds = self._tokens = 0.0
 
     def end(self) -> None:
         """Leave the line that is rewritten, so that the next message starts on its own."""
         if self._line_is_open:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._line_is_open = False
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
     def _line(self, record: StepRecord) -> str:
         done = record.step + 1

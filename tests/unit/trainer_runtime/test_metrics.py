@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +108,20 @@ def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
     progress.end()
     progress.end()
     assert stream.getvalue().count("\r") == 2 and stream.getvalue().count("\n") == 1
+
+
+def test_a_line_that_nobody_can_read_is_left_out() -> None:
+    """The log lies on a full disk, or its reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for descriptor in (os.open("/dev/full", os.O_WRONLY), writer):
+        stream = os.fdopen(descriptor, "w")
+        progress = Progress(2, log_every=0.0, stream=stream)
+        progress.show(RECORD)
+        progress.show(replace(RECORD, step=1))
+        progress.end()
+        with suppress(OSError):
+            stream.close()
 
 
 def test_records_say_what_was_waited_and_what_is_not_finite() -> None:
