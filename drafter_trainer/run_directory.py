@@ -108,12 +108,7 @@ class RunDirectory:
         with self._locked():
             newest = self.newest_incarnation()
             if newest == 0:
-                raise SlipstreamError(
-                    f"{self._owner} is gone: somebody has removed or emptied the directory of a run that is trained.",
-                    reason=Reason.CHECKPOINT_INVALID,
-                    remedy="Nothing was written after that. Put the directory back and start again; without it the run "
-                    "begins anew.",
-                )
+                raise _gone(self._owner)
             if newest != incarnation:
                 raise _stale(incarnation, newest, self.root)
             yield
@@ -130,7 +125,11 @@ class RunDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock.open("w") as lock:
+        if not self.root.is_dir():
+            raise _gone(self.root)
+        with disk_errors_in_words(self._lock):
+            lock = self._lock.open("w")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -146,6 +145,15 @@ def disk_errors_in_words(path: Path) -> AbstractContextManager[None]:
         flag="--run-dir",
         when_full="Free some space or lower checkpoint.keep, then start the same command again: it goes on from the "
         "last complete checkpoint.",
+    )
+
+
+def _gone(path: Path) -> SlipstreamError:
+    return SlipstreamError(
+        f"{path} is gone: somebody has removed or emptied the directory of a run that is trained.",
+        reason=Reason.CHECKPOINT_INVALID,
+        remedy="Nothing was written after that. Put the directory back and start again; without it the run begins "
+        "anew.",
     )
 
 

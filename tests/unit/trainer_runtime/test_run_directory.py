@@ -83,3 +83,23 @@ def test_a_directory_that_was_removed_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"owner\.json is gone") as caught, run.owned(1):
         raise AssertionError("nothing may be written")
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
+def test_a_directory_that_is_not_there_any_more(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.claim(1, "trainers/a")
+    shutil.rmtree(run.root)
+    with pytest.raises(SlipstreamError, match="is gone: somebody has removed") as caught, run.owned(1):
+        raise AssertionError("nothing may be written")
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID and not run.root.exists()
+
+
+def test_a_lock_that_cannot_be_opened_is_no_traceback(tmp_path: Path) -> None:
+    """As on a disk that the system has made read-only."""
+    run = RunDirectory(tmp_path)
+    run.claim(1, "trainers/a")
+    (tmp_path / "owner.lock").unlink()
+    (tmp_path / "owner.lock").mkdir()
+    with pytest.raises(SlipstreamError, match=r"owner\.lock could not be written") as caught, run.owned(1):
+        raise AssertionError("nothing may be written")
+    assert caught.value.reason is Reason.PATH_NOT_ALLOWED
