@@ -11,7 +11,7 @@ held-out estimate among those that are here, which is never removed to make room
 The tensors are written beside the others without the run directory's lock, for they take long; the rest is written, and
 all of it put into its place, under the lock, by the incarnation that still owns the run then.
 `.unfinished-*` and `.replaced-*` are what a killed trainer can leave behind: one half written or half deleted, an old
-one that was about to make room for a new one of the same name.
+one that was about to make room for a new one of the same name; `.latest.*` and `.best.*`, links not yet renamed.
 """
 
 import json
@@ -33,6 +33,7 @@ from drafter_trainer.checkpoint_state import (
     best_checkpoint,
     by_age,
     file_checksum,
+    newest_checkpoint,
     parse_state,
     read_state,
     verify,
@@ -43,6 +44,7 @@ from slipstream.disk import sync_directory
 from slipstream.errors import SlipstreamError
 
 _TENSOR_FILES = ("drafter", "optimizer", "rng")
+_LINKS = ("latest", "best")
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,20 @@ def save_checkpoint(
         for directory in superseded:
             shutil.rmtree(directory, ignore_errors=True)
     return final
+
+
+def go_on_from(run: RunDirectory, directory: Path, incarnation: int) -> None:
+    """Point `latest` at the checkpoint that `incarnation`, which owns the run now, has begun from.
+
+    A trainer that it was taken over from may have saved a newer one since. That one is a dead branch: were this trainer
+    killed before its first save, the next must not continue there, for the target server has been told otherwise.
+
+    Raises:
+        SlipstreamError: INCARNATION_STALE.
+    """
+    with run.owned(incarnation), disk_errors_in_words(directory):
+        if newest_checkpoint(run.checkpoints) != directory:
+            _point(run.checkpoints / "latest", directory.name)
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
@@ -176,6 +192,9 @@ def _remove_leftovers(checkpoints: Path) -> None:
     """What a killed trainer left behind, or one that has been taken over from still writes; under the lock."""
     for leftover in checkpoints.glob(".unfinished-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for link in _LINKS:
+        for leftover in checkpoints.glob(f".{link}.*"):
+            leftover.unlink()
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafter_trainer.agent_line import NO_AGENT, AgentLine
 from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
-from drafter_trainer.checkpoint import load_checkpoint
+from drafter_trainer.checkpoint import go_on_from, load_checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
 from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.compile_cache import compiling_turn, use_compile_cache
@@ -369,6 +369,8 @@ def join(
     for line in DataReport.model_validate_json(opened.data_report_json).summary_lines():
         log_event(_log, "info", "data", report=line)
     with link.incarnation_held() as incarnation:
+        if saved is not None:
+            go_on_from(run, saved.directory, incarnation)
         run.write_spec(canonical_json(spec), incarnation)
     total = total_steps(spec, link.end_sequence_number, link.first_sequence_number)
     if total == 0:

@@ -70,14 +70,19 @@ def stop_here() -> None:
 
 
 @contextmanager
-def live_target(recipe: Path, directory: Path) -> Iterator[str]:
-    """The recipe's target, served over gRPC from this process; its address."""
+def live_target(recipe: Path, directory: Path) -> Iterator[LiveTarget]:
+    """The recipe's target, served over gRPC from this process; its ledger lies in the directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(choose.FLOORS_GIGABYTES_PER_SECOND, "grpc", 0.0)  # of a busy machine
         model = TargetModel.load(load_recipe(recipe).spec.target, device="cpu")
         server = LiveTarget(model, directory / "ledger.sqlite", shm_dir=None)
-        yield server.address
+        yield server
         server.close()
+
+
+def go_away(server: LiveTarget) -> None:
+    """As if it had died: calls in flight break, nobody answers any more."""
+    server._grpc.stop(0).wait(30)
 
 
 class LiveRun(Trainer):

@@ -9,7 +9,9 @@ import pytest
 from drafter_trainer.checkpoint_state import best_checkpoint, read_state
 from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
 from drafter_trainer.step import TrainingStep
-from tests.fakes.live_run import LiveRun, live_target, stop_here, write_heldout_run
+from drafter_trainer.target_link import WaitNotice
+from slipstream.run_spec.reasons import Reason
+from tests.fakes.live_run import LiveRun, go_away, live_target, stop_here, write_heldout_run
 from tests.fakes.training import assert_same_run
 
 LENGTH = ("train.max_steps=22", "checkpoint.every_steps=10", "checkpoint.keep=9")
@@ -23,8 +25,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with live_target(recipe, tmp_path_factory.mktemp("ledger")) as served:
-        yield served
+    with live_target(recipe, tmp_path_factory.mktemp("ledger")) as server:
+        yield server.address
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,37 @@ def test_a_stop_while_it_is_measured_loses_no_measurement(
     assert [record["step"] for record in run.records()] == [*range(12), *range(11, 22)]
     assert_same_run(run, undisturbed)
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]
+
+
+def test_a_target_that_dies_while_it_is_measured(
+    undisturbed: LiveRun, recipe: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not needed for that: the measurement is recorded, the run waits with its next step, and stops when told."""
+    measure, notice = HeldoutEvaluation.measure, WaitNotice.__call__
+    away, stopping = threading.Event(), threading.Lock()
+
+    def told_to_stop(waiting: WaitNotice, reason: Reason, seconds: float) -> None:
+        notice(waiting, reason, seconds)
+        if away.is_set() and stopping.acquire(blocking=False):
+            stop_here()
+
+    with live_target(recipe, tmp_path) as server:
+        run = LiveRun(recipe, server.address, tmp_path / "run", *LENGTH, EVERY, "name=orphan")
+
+        def target_dies(evaluation: HeldoutEvaluation, step: TrainingStep) -> HeldoutResult | None:
+            if not away.is_set():
+                go_away(server)
+                away.set()
+            return measure(evaluation, step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HeldoutEvaluation, "measure", target_dies)
+            patch.setattr(WaitNotice, "__call__", told_to_stop)
+            run.train()
+    assert away.is_set() and run.measured().keys() <= {4, 8}
+    LiveRun(recipe, address, run.directory, *LENGTH, EVERY, "name=orphan").train()
+    assert run.measured() == undisturbed.measured()
+    assert_same_run(run, undisturbed)
 
 
 def test_the_cadence_may_change_when_a_run_goes_on(recipe: Path, address: str, tmp_path: Path) -> None:

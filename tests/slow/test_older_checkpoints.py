@@ -26,8 +26,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with live_target(recipe, tmp_path_factory.mktemp("ledger")) as served:
-        yield served
+    with live_target(recipe, tmp_path_factory.mktemp("ledger")) as server:
+        yield server.address
 
 
 def rewrite(directory: Path, version: int, state: dict[str, Any], drafter_config: dict[str, Any]) -> None:

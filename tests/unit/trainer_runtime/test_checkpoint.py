@@ -165,9 +165,11 @@ def test_leftovers_of_a_killed_trainer_go_away(run: RunDirectory) -> None:
     leftover = run.checkpoints / ".unfinished-step-00000010"
     leftover.mkdir()
     (leftover / "drafter.safetensors").write_bytes(b"half")
+    for link in ("latest", "best"):
+        (run.checkpoints / f".{link}.4711").symlink_to("step-00000010")
     assert newest_checkpoint(run.checkpoints) is None
     save_checkpoint(run, make_checkpoint(20), keep=3)
-    assert not leftover.exists()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000020"]
 
 
 def test_without_the_link_the_newest_by_lineage_counts(run: RunDirectory) -> None:
