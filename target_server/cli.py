@@ -25,7 +25,7 @@ from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.telemetry.logs import configure_logging
-from target_server import data_command, lineage_command
+from target_server import data_command, lineage_command, operator_command
 from target_server.engine_plan import EnginePlan
 
 PROGRAM = "target-server"
@@ -55,6 +55,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return data_command.run(args)
     if args.command == lineage_command.COMMAND:
         return lineage_command.run(args)
+    if args.command in operator_command.COMMANDS:
+        return operator_command.run(args)
     target, data = read_target(args.recipe, args.model, args.set)
     listen = ListenAddress.parse(args.listen)
     token = read_token(args.token_file)
@@ -312,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(commands)
     data_command.add_parsers(commands)
     lineage_command.add_parser(commands)
+    operator_command.add_parsers(commands)
     return parser
 
 

@@ -222,6 +222,10 @@ class TargetClient:
         """Counters of one stream."""
         return self._call(admin_pb.GetStreamStatsResponse, self._admin.GetStreamStats, request)
 
+    def drain_target(self, request: admin_pb.DrainTargetRequest) -> admin_pb.DrainTargetResponse:
+        """Stop granting leases to anybody; those that are out are finished."""
+        return self._call(admin_pb.DrainTargetResponse, self._admin.DrainTarget, request)
+
     def interrupt(self) -> None:
         """Set `stop` and cancel the long calls in flight, which raise WaitInterruptedError; from any thread."""
         self.stop.set()

@@ -14,7 +14,6 @@ import pytest
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
-from slipstream.hidden_states.v1.stream_admin_service_pb2_grpc import StreamAdminServiceStub
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.codec import DTYPES
 from slipstream.wire.transports import choose
@@ -89,7 +88,7 @@ def test_pause_seek_and_drain(harness: Harness) -> None:
     del run.packs[3]
     run.join(next_step=3)
     (lease, *_) = run.lease().leases
-    StreamAdminServiceStub(run.client.channel).DrainTarget(admin_pb.DrainTargetRequest(), timeout=30)
+    run.client.drain_target(admin_pb.DrainTargetRequest())
     assert_same({3: run.read(lease)}, {3: everything[3]})
     assert run.confirm(lease), "what is leased is finished"
     run.commit(3)
