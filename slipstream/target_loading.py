@@ -5,7 +5,7 @@ torch and transformers are imported when a model is loaded, not with this module
 
 import importlib.util
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from slipstream.tensor_parallel import Rank, join_group, sharding_arguments, spr
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,30 @@ def load_tokenizer(spec: TargetSpec) -> "PreTrainedTokenizerFast":
         _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
     with _quiet_transformers(), _alone_and_read_once(files) if files.is_gguf else nullcontext(files.root) as root:
         return _load_tokenizer(spec, files, root)
+
+
+def known_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """One more than the largest token id of the tokenizer; rows of the vocabulary from here on are padding."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def never_choose_padding(target: LoadedTarget) -> None:
+    """From now on the model gives rows of the vocabulary that the tokenizer does not know no probability.
+
+    Such a row has no text, and a data file that holds its number is refused. Everyone who decodes calls this, so that
+    regenerated answers stay what evaluation decodes. Trained models never come near these rows; tiny ones do.
+    """
+    from torch import Tensor, nn
+
+    known = known_tokens(target.tokenizer)
+    if known >= target.model.get_output_embeddings().weight.shape[0]:
+        return
+
+    # On the whole model, not on its head: a soft cap behind the head would make minus infinity finite again.
+    def without_padding(_model: nn.Module, _inputs: object, output: Mapping[str, Tensor]) -> None:
+        output["logits"][..., known:] = float("-inf")
+
+    target.model.register_forward_hook(without_padding)
 
 
 def decoder_of(model: "PreTrainedModel") -> "PreTrainedModel":

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from slipstream.target_loading import LoadedTarget
+from slipstream.target_loading import LoadedTarget, never_choose_padding
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
 from target_server.chat_template import ChatTemplate
@@ -74,6 +74,7 @@ class Regenerator:
 
         Raises SlipstreamError (MODEL_INVALID) where there is none by default, so that no answer would end.
         """
+        never_choose_padding(target)
         self._model, self._tokenizer = target.model, target.tokenizer
         self.sampling = sampling
         self._ends = sorted(self._end_tokens() if ends is None else ends)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.target_loading import known_tokens
 from slipstream.wire.data_report import Finding, ReportBuilder
 from target_server.chat_template import ChatTemplate, RenderedConversation, Row, comparable
 from target_server.conversations import Conversation, TokenRow
@@ -67,7 +68,7 @@ class ChatEncoder:
         self.max_tokens = max_tokens
         self.template = ChatTemplate(tokenizer)
         self._only_last = train_turns == "last"
-        self._vocabulary = len(tokenizer)
+        self._vocabulary = known_tokens(tokenizer)
         # A private copy: post-processors would trim white space off the offsets, and the Rust object refuses to be
         # used from two threads at once.
         self._tokenizer: Any = copy.deepcopy(tokenizer)

@@ -26,7 +26,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt, end_ids
 from slipstream.run_spec.reasons import Reason
 from slipstream.target_facts import read_frozen_weights, read_target_facts
-from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
+from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm, never_choose_padding
 from slipstream.telemetry.logs import log_event
 
 _log = logging.getLogger(__name__)
@@ -157,6 +157,7 @@ class PromptDecoder:
         # The small file first: a damaged checkpoint is found before minutes are spent on the target.
         opened = open_drafter(plan.checkpoint)
         target = load_causal_lm(plan.target, plan.device)
+        never_choose_padding(target)
         target_config = read_target_facts(target.model, target.tokenizer).config
         config = opened.for_target(target, target_config, end_ids(target))
         drafters = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafter_trainer.evaluation.batch_decoder import BatchDecoder, DecodingSetting
 from drafter_trainer.evaluation.decode import CachedTarget, decode_greedily
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import end_ids
@@ -15,9 +16,12 @@ from slipstream.run_spec.spec import EvalSpec, TargetSpec
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm
 from target_server import data_command
 from target_server.heldout_answers import answer_heldout, prompts_of
-from target_server.regeneration import Sampling
+from target_server.regeneration import Asked, Regenerator, Sampling
 from tests.fakes.served_model import write_tiny_target
+from tests.fakes.tiny_models import save_tiny_model
+from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
+NO_END: frozenset[int] = frozenset()
 WHOSE = {"target": "tiny", "target_fingerprint": "f"}
 RECIPE = """
 name = "tiny"
@@ -62,6 +66,24 @@ def test_rows_are_what_plain_decoding_gives(target: LoadedTarget, tmp_path: Path
     assert output.read_bytes() == written
     with pytest.raises(SlipstreamError, match="was begun with other settings: prompts"):
         answer_heldout(target, asked[:1], output, sampling=Sampling(12, batch=3), settings=WHOSE)
+
+
+def test_rows_that_the_tokenizer_does_not_know_are_never_chosen(tmp_path: Path) -> None:
+    """Padding of the vocabulary that the model likes best: regenerated and evaluated as if it were not there."""
+    tokens = len(build_tiny_tokenizer(tmp_path))
+    save_tiny_model(tmp_path, "gemma2", vocab_size=tokens + 8)
+    target = load_causal_lm(TargetSpec(model=str(tmp_path), dtype="float32"), "cpu")
+    torch.nn.init.normal_(target.model.get_output_embeddings().weight[tokens:], std=5.0)
+    ids = torch.tensor([3, 5, 7])
+    tempted = decode_greedily(CachedTarget(target.model, decoder_layers(target.model), ()), None, ids, 12, NO_END)
+    assert max(tempted.tokens) >= tokens, "else this test shows nothing"
+    asked = Asked("p", ids.tolist(), "a")
+    (greedy,) = Regenerator(target, Sampling(12), NO_END).answer([asked], 0)
+    (drawn,) = Regenerator(target, Sampling(12, temperature=2.0), NO_END).answer([asked], 0)
+    assert max(greedy.token_ids) < tokens and max(drawn.token_ids) < tokens
+    growing = decode_greedily(CachedTarget(target.model, decoder_layers(target.model), ()), None, ids, 12, NO_END)
+    (fixed,) = BatchDecoder(target.model, None, DecodingSetting(1, 64)).decode([ids], 12, NO_END)
+    assert growing.tokens == fixed.tokens == greedy.token_ids
 
 
 def test_it_says_what_is_left_before_the_first_answer(
