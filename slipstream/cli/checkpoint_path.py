@@ -48,8 +48,10 @@ def _ask(args: argparse.Namespace, choice: str) -> dict[str, Any]:
     with control_api(args) as client:
         found = {int(one["step"]): one for one in client.listing(f"/v1/runs/{segment(args.run)}/checkpoints")}
     newest = max(found, default=None)
-    # A link beside them says which one is the best.
-    best = linked_step(Path(found[newest]["path"]).parent, "best") if newest is not None else None
+    best = next((step for step, one in found.items() if one.get("is_best")), None)
+    if best is None and newest is not None:
+        # Of a run that had ended before the API knew of best ones, a link here still says it.
+        best = linked_step(Path(found[newest]["path"]).parent, "best")
     return found[SavedSteps(f"run {args.run}", found, newest, best).choose(choice)]
 
 

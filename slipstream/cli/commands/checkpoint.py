@@ -3,17 +3,24 @@
 import argparse
 import shlex
 import sys
+from typing import Any
 
 from slipstream.cli.api_access import add_access_flags, add_api_flags, control_api, say_next
 from slipstream.cli.checkpoint_path import checkpoint_path
-from slipstream.cli.display import Column, local_time, print_json, print_table
+from slipstream.cli.display import ABSENT, Column, local_time, print_json, print_table
 
 _COLUMNS = (
     Column("STEP", is_number=True),
     Column("SAVED", rank=1),
     Column("PATH", may_wrap=True),
-    Column("STORAGE", rank=2),
+    Column("STORAGE", rank=3),
 )
+_MEASURED_COLUMNS = (
+    Column("ACCEPTED LENGTH, HELD OUT", is_number=True),
+    Column("BY SOURCE", rank=2),
+    Column("BEST"),
+)
+"""Shown where any was measured."""
 
 # Of `drafter-trainer export`, with the same meaning.
 _PASSED_ON = (
@@ -79,11 +86,28 @@ def _list(args: argparse.Namespace) -> int:
         print("no checkpoint" if at_rest else "no checkpoint yet")
         say_next(args, *(next_commands(owner) if owner["state"] != "SUCCEEDED" else ["run ls"]))
         return 0
-    print_table(
-        _COLUMNS, [(str(one["step"]), local_time(one["saved_at"]), one["path"], one["storage"]) for one in found]
-    )
-    say_next(args, f"eval {shlex.quote(args.run)}")
+    _print(found)
+    best = "@best" if any(one.get("is_best") for one in found) else ""
+    say_next(args, f"eval {shlex.quote(args.run + best)}")
     return 0
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    measures = any(one.get("heldout") for one in found)
+    columns = [*_COLUMNS[:2], *(_MEASURED_COLUMNS if measures else ()), *_COLUMNS[2:]]
+    rows = []
+    for one in found:
+        of_answers = _measured(one) if measures else ()
+        rows.append((str(one["step"]), local_time(one["saved_at"]), *of_answers, one["path"], one["storage"]))
+    print_table(columns, rows)
+
+
+def _measured(one: dict[str, Any]) -> tuple[str, str, str]:
+    from slipstream.cli.runs.figures import heldout_length, sources_words
+
+    measured = one.get("heldout")
+    sources = sources_words(measured) if measured else ""
+    return heldout_length(measured), sources or ABSENT, "best" if one.get("is_best") else ""
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -28,6 +28,24 @@ def accepted_length(record: Json) -> str:
     return measure(record.get("mean_matched_prefix_with_bonus"), 2)
 
 
+def heldout_length(measured: Json | None) -> str:
+    """Accepted length on held-out answers, over all sources."""
+    return measure((measured or {}).get("accepted_length"))
+
+
+def heldout_words(measured: Json | None) -> str:
+    """`1.285 at step 400 (chat 1.300, code 1.315)`."""
+    if measured is None:
+        return ""
+    sources = sources_words(measured)
+    return f"{heldout_length(measured)} at step {measured['step']}" + (f" ({sources})" if sources else "")
+
+
+def sources_words(measured: Json) -> str:
+    """`chat 1.300, code 1.315`."""
+    return ", ".join(f"{source} {measure(length)}" for source, length in sorted(measured["by_source"].items()))
+
+
 def steps(progress: Json) -> str:
     """`42/400`; `42` while the total is not known."""
     total = progress["max_steps"]
@@ -43,6 +61,7 @@ def progress_words(run: Json) -> str:
     known = {
         "loss ": measure(record.get("loss")),
         "accepted length ": accepted_length(record),
+        "held out ": heldout_length((run.get("heldout") or {}).get("latest")),
         "tokens/s ": pace(run),
         "ETA ": duration(progress["eta_seconds"]),
     }
@@ -89,7 +108,11 @@ def with_record(run: Json, record: Json) -> dict[str, Any]:
     throughput = dict(run["throughput"] or {})
     if measured is not None:
         throughput["trainer_tokens_per_second"] = measured
-    return dict(run) | {"progress": progress, "latest_metrics": record, "throughput": throughput or None}
+    changed = {"progress": progress, "latest_metrics": record, "throughput": throughput or None}
+    length = _number(record.get("heldout_accepted_length"))
+    if length is not None:
+        changed["heldout"] = {"latest": {"step": step, "accepted_length": length, "by_source": {}}}
+    return dict(run) | changed
 
 
 def _number(value: Any) -> float | None:

@@ -23,18 +23,23 @@ from slipstream.cli.runs import figures
 from slipstream.control_client import segment
 from slipstream.run_spec.states import AT_REST
 
+_HELD_OUT, _BEST = "HELD OUT", "BEST"
+"""Accepted length on held-out answers, now and of the best checkpoint; shown where any run measures it."""
 _COLUMNS = (
     Column("NAME", may_wrap=True),
     Column("STATE"),
     Column("PROGRESS"),
     Column("STEP", is_number=True, rank=2),
     Column("LOSS", is_number=True, rank=1),
-    Column("ACCEPTED", is_number=True, rank=4),
-    Column("TOKENS/S", is_number=True, rank=5),
+    Column("ACCEPTED", is_number=True, rank=5),
+    Column(_HELD_OUT, is_number=True, rank=4),
+    Column(_BEST, is_number=True, rank=6),
+    Column("TOKENS/S", is_number=True, rank=7),
     Column("ETA", is_number=True, rank=3),
-    Column("TRAINER", rank=6),
-    Column("TARGET", rank=8),
-    Column("AGE", is_number=True, rank=7),
+    Column("TRAINER", rank=8),
+    Column("TARGET", rank=10),
+    Column("TRANSPORT", rank=11),
+    Column("AGE", is_number=True, rank=9),
 )
 _BAR_CELLS = 10
 _WIDTH_FOR_BARS = 70
@@ -48,7 +53,10 @@ def list_runs(args: argparse.Namespace) -> int:
         print_json({"runs": runs})
         return 0
     if runs:
-        print_table(_COLUMNS, [_row(run) for run in runs])
+        measures = any(run.get("heldout") for run in runs)
+        shown = [index for index, one in enumerate(_COLUMNS) if measures or one.title not in (_HELD_OUT, _BEST)]
+        rows = [_row(run) for run in runs]
+        print_table([_COLUMNS[index] for index in shown], [[row[index] for index in shown] for row in rows])
         say_next(args, *figures.next_commands(_most_interesting(runs)))
     else:
         print(f"no run is {args.state}" if args.state else "no runs")
@@ -79,7 +87,7 @@ def get_run(args: argparse.Namespace) -> int:
 
 
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    progress, record = run["progress"], run["latest_metrics"] or {}
+    progress, record, heldout = run["progress"], run["latest_metrics"] or {}, run.get("heldout") or {}
     return (
         run["name"],
         run["state"],
@@ -87,10 +95,13 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         figures.steps(progress),
         measure(record.get("loss")),
         figures.accepted_length(record),
+        figures.heldout_length(heldout.get("latest")),
+        figures.heldout_length(heldout.get("best")),
         figures.pace(run),
         figures.time_left(run),
         ", ".join(run["trainers"]) or ABSENT,
         run["target"],
+        run.get("transport") or ABSENT,
         age(run["created_at"]),
     )
 
@@ -114,6 +125,8 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
     throughput = run["throughput"] or {}
     checkpoint = run["latest_checkpoint_step"]
     waits = throughput.get("data_wait_ratio")
+    heldout = run.get("heldout") or {}
+    best = figures.heldout_words(heldout.get("best"))
     target_pace = measure(throughput.get("target_tokens_per_second"), 0)
     return {
         "name": run["name"],
@@ -121,11 +134,14 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
         "reason": f"{run['reason'] or ''} {run['message']}".strip(),
         "conditions": "\n".join(f"{one['type']}: {one['message']}" for one in run["conditions"]),
         "progress": figures.progress_words(run),
+        "accepted length, held out": figures.heldout_words(heldout.get("latest")),
+        "best checkpoint": best,
         "waits for packs": f"{percent(waits)} of the time" if waits is not None else "",
         "target computes": f"{target_pace} tokens/s" if target_pace != ABSENT else "",
         "bottleneck": str(throughput.get("bottleneck") or ""),
         "trainer": ", ".join(run["trainers"]),
         "target": run["target"],
+        "transport": run.get("transport") or "",
         "checkpoint": f"step {checkpoint}" if checkpoint is not None else "none yet",
         "directory": run["directory"],
         "note": run["note"],

@@ -192,7 +192,9 @@ def test_ls(desk: Desk, slipstream: Command) -> None:
     answer = slipstream("run", "ls")
     assert answer.status == 0
     header, first, second = answer.out.splitlines()
-    assert " ".join(header.split()) == "NAME STATE PROGRESS STEP LOSS ACCEPTED TOKENS/S ETA TRAINER TARGET AGE"
+    assert (
+        " ".join(header.split()) == "NAME STATE PROGRESS STEP LOSS ACCEPTED TOKENS/S ETA TRAINER TARGET TRANSPORT AGE"
+    )
     assert " ".join(first.split()[:10]) == "demo RUNNING 42.0% 42/100 0.024 1.50 256 10s t1 local"
     assert " ".join(second.split()[:10]) == "waiting PENDING 0.0% 0/100 - - - - - local"
     assert answer.err == "next: slipstream trainer start\n"
