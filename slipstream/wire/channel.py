@@ -132,6 +132,7 @@ class TargetClient:
         self._lock = threading.Lock()
         self._reconnects = 0
         self._instance_id = ""
+        """Of the server process that answered last; empty before the first answer."""
         self._closed = False
         self._long_calls: set[Any] = set()
         channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -147,12 +148,6 @@ class TargetClient:
         """
         with self._lock:
             return self._reconnects
-
-    @property
-    def server_instance_id(self) -> str:
-        """The server process that answered last; empty before the first answer."""
-        with self._lock:
-            return self._instance_id
 
     def get_target(self) -> pb.GetTargetResponse:
         """The handshake.
