@@ -40,6 +40,13 @@ def encode_one(encoder: ChatEncoder, conversation: Conversation) -> Document:
     return document
 
 
+def is_verified(encoder: ChatEncoder, conversation: Conversation) -> bool:
+    """Its supervised tokens, decoded again, are its answers."""
+    report = ReportBuilder()
+    assert encode_all(encoder, conversation, report)
+    return report.build("train").count(Finding.MASK_NOT_VERIFIED) == 0
+
+
 def supervised_texts(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[str]:
     """Every run of supervised tokens, decoded exactly."""
     runs: list[list[int]] = []
@@ -61,7 +68,7 @@ def test_every_answer_and_its_end_of_turn_and_nothing_else(tokenizers: dict, sty
     document = encode_one(encoder, conversation)
     end = END_OF_TURN[style]
     assert supervised_texts(tokenizer, document) == [HARD_ANSWER + end, "42." + end]
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
     # The row is what the template renders, tokenized the plain way, up to the end of the last answer.
     messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
     plain = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
@@ -77,7 +84,7 @@ def test_a_cut_answer_has_no_end_of_turn(tokenizers: dict, style: str) -> None:
     document = encode_one(encoder, conversation)
     assert supervised_texts(tokenizers[style], document) == ["Done." + END_OF_TURN[style], "one, two, thr"]
     assert document.loss_mask[-1] == 1
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
 
 
 def test_control_tokens_written_by_a_user_are_not_supervised(tokenizers: dict) -> None:
@@ -98,7 +105,7 @@ def test_templates_that_trim_answers(tokenizers: dict, style: str) -> None:
     conversation = talk("Hi", "\n  Hello there \n")
     document = encode_one(encoder, conversation)
     assert supervised_texts(tokenizers[style], document) == ["Hello there" + END_OF_TURN[style]]
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
 
 
 def test_offsets_trimmed_by_a_post_processor(chatml: PreTrainedTokenizerFast) -> None:
@@ -164,7 +171,7 @@ def test_one_row_per_answer_where_earlier_turns_change(chatml: PreTrainedTokeniz
         ["<think>b</think>Bye<|im_end|>"],
     ]
     assert "<think>a" not in chatml.decode(documents[1].token_ids)
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
     result = report.build("train")
     assert (result.used, result.documents, result.count(Finding.ONE_ROW_PER_ANSWER)) == (1, 2, 1)
 
@@ -229,7 +236,7 @@ def test_long_conversations_are_cut_and_the_mask_stays_right(tokenizers: dict) -
         assert np.array_equal(document.token_ids, whole.token_ids[:limit])
         assert np.array_equal(document.loss_mask, whole.loss_mask[:limit])
         assert result.count(Finding.TRUNCATED) == (limit < len(whole.token_ids))
-        assert encoder.mask_problem(conversation) is None
+        assert is_verified(encoder, conversation)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -240,7 +247,7 @@ def test_verification_finds_a_mask_that_is_off_by_one(tokenizers: dict, monkeypa
     monkeypatch.setattr(
         encoder, "_tokenize", lambda rows: [(ids, np.roll(mask, shift)) for ids, mask in tokenize(rows)]
     )
-    assert encoder.mask_problem(conversation) is not None
+    assert not is_verified(encoder, conversation)
 
 
 def test_batches_keep_order_and_skip_what_is_dropped(tokenizers: dict) -> None:
@@ -293,7 +300,7 @@ def test_any_text_decodes_to_the_answers(tokenizers: dict, texts: list[str], fin
     encoder = ChatEncoder(tokenizers[style], 4096)
     conversation = talk(*texts[: len(texts) // 2 * 2], finished=finished)
     document = encode_one(encoder, conversation)
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
     answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
     trimmed = answers if style == "chatml" else [answer.strip() for answer in answers]
     ends = [END_OF_TURN[style]] * (len(answers) - 1) + [END_OF_TURN[style] if finished else ""]

@@ -10,7 +10,7 @@ from slipstream.wire.data_report import Finding, ReportBuilder
 from target_server.conversations import Conversation, TokenRow
 from target_server.messages import Turn
 from target_server.tokens_and_mask import ChatEncoder
-from tests.unit.target_data.test_tokens_and_mask import encode_all, encode_one, supervised_texts, talk
+from tests.unit.target_data.test_tokens_and_mask import encode_all, encode_one, is_verified, supervised_texts, talk
 
 # In the manner of Qwen3: tools in the system turn, thinking only after the last question, results as user turns.
 TEMPLATE = (
@@ -60,7 +60,7 @@ def test_calls_are_supervised_and_results_are_not(thinker: PreTrainedTokenizerFa
     assert answer == "It rains.<|im_end|>"
     text = thinker.decode(document.token_ids)
     assert '"parameters"' in text and '<tool_response>\n{"sky": "rain"}' in text
-    assert encoder.mask_problem(with_tools()) is None
+    assert is_verified(encoder, with_tools())
 
 
 def test_reasoning_is_supervised_with_its_tags(thinker: PreTrainedTokenizerFast) -> None:
@@ -86,7 +86,7 @@ def test_reasoning_that_earlier_turns_lose_makes_one_row_per_answer(thinker: Pre
         ["<think>\nToo.\n</think>\n\n6<|im_end|>"],
     ]
     assert "Easy" not in thinker.decode(documents[1].token_ids)
-    assert encoder.mask_problem(conversation) is None
+    assert is_verified(encoder, conversation)
     last = encode_one(ChatEncoder(thinker, 1024, train_turns="last"), conversation)
     assert (last.id, last.token_ids.tolist()) == ("t", documents[1].token_ids.tolist())
 
