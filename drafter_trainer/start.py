@@ -1,57 +1,47 @@
 """From a run definition to a loop that may train: every check in order of its cost, every refusal in words.
 
-environment → target → frozen weights → drafter → held-out answers → warm-up → weights → subscription and
-incarnation → loop
+environment → target → frozen weights, drafter and warm-up (`build_step`), held-out answers between them → weights
+(`starting_weights`) → subscription and incarnation → loop
 """
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from drafter_trainer.agent_line import NO_AGENT, AgentLine
-from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
-from drafter_trainer.checkpoint import go_on_from, load_checkpoint
-from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
+from drafter_trainer.batch_source import BatchSource
+from drafter_trainer.build_step import build_step, compiled_for, prepare_device, warm_up_step
+from drafter_trainer.checkpoint import go_on_from
 from drafter_trainer.checkpoint_writer import CheckpointWriter
-from drafter_trainer.compile_cache import compiling_turn, use_compile_cache
+from drafter_trainer.compile_cache import compiling_turn
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
-from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
+from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.formats.published_run import require_directory
-from drafter_trainer.formats.tensors import check_parameters
-from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.heldout import prepare_heldout
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.memory import MemoryReport
 from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.progress import Progress
-from drafter_trainer.resume import check_same_length, check_same_run, restore_rng_state
+from drafter_trainer.resume import check_same_length
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
+from drafter_trainer.starting_weights import SavedState, find_saved_state, load_weights
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
-from slipstream import __version__
 from slipstream.errors import SlipstreamError
-from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
-from slipstream.machine_probe import package_version
-from slipstream.run_spec.device import resolve_device
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import TargetClient, WaitInterruptedError
-from slipstream.wire.codec import DTYPES
 from slipstream.wire.data_report import DataReport
 from slipstream.wire.target_config import TargetConfig
-from slipstream.wire.tensor_names import LAST_HIDDEN_STATE
 
 _log = logging.getLogger(__name__)
 
@@ -72,14 +62,6 @@ class RunOptions:
     """The target's bearer token."""
     agent: AgentLine = NO_AGENT
     """To the agent that started this process, if one did."""
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The checkpoint that weights came from."""
-
-    directory: Path
-    state: CheckpointState
 
 
 def train(spec: RunSpec, options: RunOptions) -> int:
@@ -186,165 +168,6 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         source.start(standing.next_step)
         parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, writer, heldout)
         yield TrainingLoop(parts, standing)
-
-
-def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
-    """Decide where to train; on CUDA, make sure that attention cannot run dense there.
-
-    Returns:
-        The device, and the folder of the shared compile cache, if there is one.
-
-    Raises:
-        SlipstreamError: ENVIRONMENT_UNSUPPORTED; what `use_compile_cache` raises.
-    """
-    cache = None
-    device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
-    if device.type == "cuda":
-        # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
-        from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
-
-        guards = check_environment(device)
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
-        configure_compiler()
-        install_tripwire()
-        self_test(device)
-        log_event(_log, "info", "attention_guarded", guards=guards.in_words())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    log_event(_log, "info", "device", device=str(device), name=name, precision=spec.train.precision)
-    return device, cache
-
-
-def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> CheckpointState | None:
-    """What the newest checkpoint says of the run, before anything costly begins; None for a new run.
-
-    Raises:
-        SlipstreamError: the directory is used and must not be (SPEC_INVALID), holds another run (SPEC_INVALID), or its
-            newest checkpoint is damaged (CHECKPOINT_INVALID).
-    """
-    if not resume:
-        run.require_unused()
-    with run.unchanged():
-        directory = newest_checkpoint(run.checkpoints)
-        state = read_state(directory) if directory else None
-    if state is not None:
-        check_same_run(state, spec, where=str(directory))
-    return state
-
-
-def build_step(
-    spec: RunSpec, link: TargetLink, target: pb.GetTargetResponse, device: torch.device, memory: MemoryReport
-) -> tuple[TrainingStep, DrafterConfig, PackPlan]:
-    """The step for this target, not warmed up; the plan lacks only its place in the stream.
-
-    Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, SPEC_INVALID, ENVIRONMENT_UNSUPPORTED, OUT_OF_MEMORY.
-    """
-    target_config = TargetConfig.from_json(target.target_config_json)
-    config = resolve_drafter_config(spec.drafter, target_config)
-    if device.type == "cuda" and config.attention_head_dim is not None:
-        from drafter_trainer.flex_policy import check_head_dim
-
-        check_head_dim(device, config.attention_head_dim)
-    with failures_reported(Phase.FROZEN_WEIGHTS):
-        frozen = read_frozen_weights(
-            link.reader, target, target_config, device=device, compute_dtype=COMPUTE_DTYPES[spec.train.precision]
-        )
-        memory.note("frozen weights")
-    with failures_reported(Phase.DRAFTER):
-        step = TrainingStep(config, frozen, spec)
-        memory.note("drafter and optimizer")
-    plan = PackPlan(
-        first_sequence_number=0,
-        packs_per_step=spec.train.packs_per_step,
-        total_steps=0,
-        tensor_shapes=payload_shapes(hidden_state_names(spec, config), spec.data.pack_tokens, config.hidden_size),
-        num_anchors=spec.train.anchors_per_pack,
-        seed=spec.train.seed,
-        prefetch_packs=spec.stream.prefetch_packs,
-        lease_seconds=spec.stream.lease_seconds,
-    )
-    parameters = sum(weight.numel() for weight in step.optimizer.weights().values())
-    log_event(
-        _log, "info", "drafter", architecture=config.architecture, parameters=parameters,
-        target_layers=config.target_layer_ids,
-    )  # fmt: skip
-    return step, config, plan
-
-
-def warm_up_step(step: TrainingStep, plan: PackPlan, target: pb.GetTargetResponse) -> None:
-    """On CUDA: compile the step, compare its gradients, run it; nothing compiles afterwards.
-
-    Raises:
-        SlipstreamError: LOSS_NOT_FINITE, OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED.
-    """
-    if step.device.type != "cuda":
-        return
-    from drafter_trainer.warmup import warm_up
-
-    with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
-        feature_dtype = DTYPES[target.hidden_state_data_type]
-        warm_up(step, plan, feature_dtype, vocab_size=step.drafter.config.vocab_size)
-
-
-def compiler_and_device(device: torch.device) -> tuple[str, str, str]:
-    """Code that was compiled with the one for the other serves nobody else."""
-    triton = package_version("triton")
-    return f"torch-{torch.__version__}", f"triton-{triton}", torch.cuda.get_device_name(device)
-
-
-def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan, device: torch.device) -> str:
-    """All that decides what is compiled."""
-    train = spec.train.model_dump_json(exclude={"seed", "max_steps", "max_tokens", "epochs", "max_not_finite_steps"})
-    measures = "measures" if spec.eval.heldout is not None else ""
-    run = config.to_json(), train, spec.loss.model_dump_json(), f"{plan.pack_lengths} {plan.num_anchors}", measures
-    return "\n".join((__version__, *compiler_and_device(device), *run))
-
-
-def hidden_state_names(spec: RunSpec, config: DrafterConfig) -> tuple[str, ...]:
-    """What a step reads of the target: features and, only where the objective needs it, the last hidden state."""
-    return config.feature_names + ((LAST_HIDDEN_STATE,) if spec.loss.needs_target_distribution else ())
-
-
-def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fingerprint: str) -> SavedState | None:
-    """Fill weights, optimizer and generators in place; returns the checkpoint they came from, if any.
-
-    The checkpoint is looked for again: while this process warmed up, a trainer that still runs has saved newer ones.
-
-    Raises:
-        SlipstreamError: CHECKPOINT_INVALID.
-    """
-    with run.unchanged():
-        directory = newest_checkpoint(run.checkpoints)
-        checkpoint = load_checkpoint(directory) if directory else None
-    if directory is None or checkpoint is None:
-        step.load_weights(first_weights(step, spec, target_fingerprint))
-        torch.manual_seed(spec.train.seed)
-        return None
-    check_same_run(checkpoint.state, spec, where=str(directory))
-    check_parameters(checkpoint.drafter, step.drafter.config, str(directory), must_be_finite=False)
-    step.load_weights(checkpoint.drafter)
-    step.optimizer.load_state(checkpoint.optimizer)
-    restore_rng_state(checkpoint.rng)
-    log_event(_log, "info", "resumed", run=spec.name, next_step=checkpoint.state.cursor.next_step)
-    return SavedState(directory, checkpoint.state)
-
-
-def first_weights(step: TrainingStep, spec: RunSpec, target_fingerprint: str) -> dict[str, Tensor]:
-    """What step 0 begins with, float32 on the CPU: drawn from the seed, or those of `drafter.init_from`.
-
-    Raises:
-        SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, SPEC_INVALID: that drafter cannot be the beginning.
-    """
-    if spec.drafter.init_from is None:
-        return step.first_weights(spec.train.seed)
-    # Here, because it loads transformers, which training has no use for.
-    from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
-
-    tables = {"embed_tokens.weight": step.frozen.embedding, "lm_head.weight": step.frozen.head}
-    target = TrainedTarget(target_fingerprint, spec.target.dtype, tables)
-    return read_first_weights(Path(spec.drafter.init_from), step.drafter.config, target)
 
 
 def join(

@@ -16,7 +16,7 @@ from benchmarks.peers.workload import (
     run_spec,
 )
 from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
-from drafter_trainer.start import prepare_device
+from drafter_trainer.build_step import prepare_device
 from drafter_trainer.step import PendingStep, TrainingStep
 from slipstream.run_spec.spec import RunSpec, TrainSpec
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE

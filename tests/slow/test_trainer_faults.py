@@ -17,6 +17,7 @@ from drafter_trainer import checkpoint_writer, start
 from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.metrics import MetricsFile, StepRecord
+from drafter_trainer.starting_weights import SavedState
 from drafter_trainer.target_link import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -130,7 +131,7 @@ def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
         latest.unlink()
         latest.symlink_to(f"step-{step:08d}")
 
-    def load_before_the_older_one_saves(*arguments: Any) -> start.SavedState | None:
+    def load_before_the_older_one_saves(*arguments: Any) -> SavedState | None:
         point(5)
         saved = load_weights(*arguments)
         point(10)
