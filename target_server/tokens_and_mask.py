@@ -7,6 +7,7 @@ word of an answer counts (the model has to produce it), and one that joins the p
 """
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -69,6 +70,7 @@ class ChatEncoder:
         self.template = ChatTemplate(tokenizer)
         self._only_last = train_turns == "last"
         self._vocabulary = known_tokens(tokenizer)
+        self._special = _special_tokens(tokenizer)
         # A private copy: post-processors would trim white space off the offsets, and the Rust object refuses to be
         # used from two threads at once.
         self._tokenizer: Any = copy.deepcopy(tokenizer)
@@ -156,10 +158,16 @@ class ChatEncoder:
             (Finding.ONE_ROW_PER_ANSWER, len(rendered.rows) > 1),
             (Finding.REASONING_NOT_WRITTEN, rendered.without_reasoning),
             (Finding.MASK_NOT_VERIFIED, problem is not None),
+            (Finding.SPECIAL_TOKEN_IN_ANSWER, self._answers_hold_special_tokens(conversation)),
         ):
             if holds:
                 report.note(finding, conversation.where)
         return documents
+
+    def _answers_hold_special_tokens(self, conversation: Conversation) -> bool:
+        """In the data's own text; what the template writes around it belongs there."""
+        answers = (turn for turn in conversation.turns if turn.role == "assistant")
+        return any(self._special.search(turn.content) or self._special.search(turn.reasoning) for turn in answers)
 
     def row_problem(self, row: Row, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str | None:
         """Decode the supervised tokens of a row again and compare them with its answers.
@@ -183,6 +191,14 @@ class ChatEncoder:
         rows = self.template.render(conversation, only_last=self._only_last).rows
         problems = (self.row_problem(row, *encoded) for row, encoded in zip(rows, self._tokenize(rows), strict=True))
         return next((problem for problem in problems if problem is not None), None)
+
+
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
+    """Finds the special tokens of a tokenizer in a text. Tags such as <think>, which are added but not special, may be
+    written by a model and are left alone."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    names = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def _batches(conversations: Iterable[Conversation | TokenRow]) -> Iterator[list[Conversation | TokenRow]]:

@@ -42,6 +42,7 @@ class Finding(StrEnum):
     DUPLICATE_ID = "duplicate_id"
     ROLES_OUT_OF_ORDER = "roles_out_of_order"
     OTHER_LAYOUT = "other_layout"
+    SPECIAL_TOKEN_IN_ANSWER = "special_token_in_answer"
     # About a file.
     FILE_GAVE_NOTHING = "file_gave_nothing"
     EMPTY_FILE = "empty_file"
@@ -79,6 +80,8 @@ _WORDS = {
     Finding.DUPLICATE_ID: "used, but an earlier conversation has the same id",
     Finding.ROLES_OUT_OF_ORDER: "used as it stands, but its roles do not alternate, or a system turn is not the first",
     Finding.OTHER_LAYOUT: "used, but its layout is another than that of the file's first record",
+    Finding.SPECIAL_TOKEN_IN_ANSWER: "used, but the text of an answer holds a special token of the tokenizer, which "
+    "is read as that token, not as text",
     Finding.FILE_GAVE_NOTHING: "no usable conversation in the whole file",
     Finding.EMPTY_FILE: "the file is empty, nothing was read",
     Finding.WRONG_SUFFIX: "the suffix does not say what the file holds; it was read by its content",

@@ -48,6 +48,9 @@ CASES: dict[str, tuple[str, bytes, Finding, str, int]] = {
     "null content": ("f.jsonl", answer(None), Finding.EMPTY_TURN, "f.jsonl:1", 0),
     "an image": ("f.jsonl", GOOD + b"\n" + IMAGE, Finding.UNSUPPORTED_CONTENT, "f.jsonl:2", 1),
     "three layouts": ("f.jsonl", b"\n".join([b"oops", GOOD, SHAREGPT, PLAIN]), Finding.OTHER_LAYOUT, "f.jsonl:3", 3),
+    "an end of turn in an answer": (
+        *("f.jsonl", GOOD + b"\n" + answer("a<|im_end|>b"), Finding.SPECIAL_TOKEN_IN_ANSWER, "f.jsonl:2", 2),
+    ),
     "half a line": ("f.jsonl", GOOD + b"\n" + GOOD[:-5], Finding.BROKEN_JSON, "f.jsonl:2", 1),
     "another encoding": ("f.jsonl", GOOD.decode().encode("utf-16"), Finding.NOT_UTF8, "f.jsonl:1", 0),
     "a line beyond the limit": (
