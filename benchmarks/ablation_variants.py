@@ -20,10 +20,10 @@ class Variant:
     """Of the conversations."""
 
 
-MUON = ("optimizer.kind=muon",)
+ADAMW = ("optimizer.kind=adamw",)
 VARIANTS = (
     Variant(BASE, "base"),
-    Variant("muon", "optimizer", (*MUON, "optimizer.muon_learning_rate=1e-2")),
+    Variant("adamw", "optimizer", ADAMW),
     Variant("cross-entropy", "objective", ("loss.objective=cross_entropy",)),
     Variant("anchors 512", "anchors", ("train.anchors_per_pack=512",)),
     Variant("layers 3", "layers", ("drafter.num_layers=3",)),
@@ -36,7 +36,7 @@ VARIANTS = (
             *("train.packs_per_step=8", "train.anchors_per_pack=128"),
         ),
     ),
-    Variant("block 8", "block size", ("drafter.block_size=8",)),
+    Variant("block 16", "block size", ("drafter.block_size=16",)),
     Variant("2 packs a step", "packs a step", ("train.packs_per_step=2",)),
     Variant("anchors 256", "anchors", ("train.anchors_per_pack=256",)),
     Variant("layers 2", "layers", ("drafter.num_layers=2",)),
@@ -46,17 +46,15 @@ VARIANTS = (
     Variant("4 packs a step", "packs a step", ("train.packs_per_step=4",)),
     Variant("one feature, layer 14", "features", ("drafter.target_layer_ids=[14]",)),
     Variant("base, another seed", "noise", ("train.seed=1",), steps_of=BASE),
-    Variant("lr 2e-3", "learning rate", ("optimizer.learning_rate=2e-3",), steps_of=BASE),
-    Variant("lr 6e-4", "learning rate", ("optimizer.learning_rate=6e-4",), steps_of=BASE),
+    Variant("muon lr 3e-3", "learning rate", ("optimizer.muon_learning_rate=3e-3",), steps_of=BASE),
+    Variant("muon lr 3e-2", "learning rate", ("optimizer.muon_learning_rate=3e-2",), steps_of=BASE),
     Variant("decay weights", "slot weights", ("loss.slot_weights=decay",), steps_of=BASE),
     Variant("uniform weights", "slot weights", ("loss.slot_weights=uniform",), steps_of=BASE),
     Variant("a quarter of the data", "data", steps_of=BASE, data_share=1 / 4),
-    Variant("muon lr 3e-3", "optimizer", (*MUON, "optimizer.muon_learning_rate=3e-3"), steps_of="muon"),
-    Variant("muon lr 3e-2", "optimizer", (*MUON, "optimizer.muon_learning_rate=3e-2"), steps_of="muon"),
     Variant("ema 0.99", "ema", ("optimizer.ema_decay=0.99",), steps_of=BASE),
     Variant("ema 0.999", "ema", ("optimizer.ema_decay=0.999",), steps_of=BASE),
     Variant("a sixteenth of the data", "data", steps_of=BASE, data_share=1 / 16),
-    Variant("lr 4e-3", "learning rate", ("optimizer.learning_rate=4e-3",), steps_of=BASE),
-    Variant("lr 3e-4", "learning rate", ("optimizer.learning_rate=3e-4",), steps_of=BASE),
+    Variant("adamw lr 2e-3", "learning rate", (*ADAMW, "optimizer.learning_rate=2e-3"), steps_of="adamw"),
+    Variant("adamw lr 6e-4", "learning rate", (*ADAMW, "optimizer.learning_rate=6e-4"), steps_of="adamw"),
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}
