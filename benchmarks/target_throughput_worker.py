@@ -1,8 +1,7 @@
 """One side of benchmarks/target_throughput.py in a process of its own; writes its answer as JSON.
 
 forward   our forward and transformers' own, one model, taking turns
-serve     a real target server in this process; a subscriber process reads what it serves
-subscribe that subscriber
+serve     a real target server in this process; what it serves is read by benchmarks/feeder_worker.py
 """
 
 import argparse
@@ -13,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,31 +20,28 @@ from typing import Any
 import numpy as np
 
 from benchmarks.random_target import build_tokenizer, random_model, write_documents
-from benchmarks.step_reader import StepReader, Subscription
 from benchmarks.target_workload import BATCH_DOCUMENTS, PACK_TOKENS, SHAPES, Shape, real_batches, real_packs
+from benchmarks.times_since import TimesSince
 from slipstream.child_processes import child_process
 from slipstream.telemetry.logs import configure_logging
 
 ROUNDS = 3
 EVEN_LENGTH = 1024
-SUBSCRIBER_SKIPS = 5
-"""Packs at the beginning that are not counted: an idle server has some ready."""
+WATCH_SECONDS = 0.02
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forward", "serve", "subscribe"))
+    parser.add_argument("what", choices=("forward", "serve"))
     parser.add_argument("--size", choices=SHAPES, required=True)
     parser.add_argument("--compile", choices=("true", "false"), default="false")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--address")
-    parser.add_argument("--data", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     # The parent starts its children with signals held, and a server ends by one.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     configure_logging("target-throughput", level="info", json=False)
-    answer = {"forward": measure_forward, "serve": measure_server, "subscribe": subscribe}[args.what](args)
+    answer = {"forward": measure_forward, "serve": measure_server}[args.what](args)
     args.output.write_text(json.dumps(answer), encoding="utf-8")
     return 0
 
@@ -176,7 +172,6 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
     Everything is the server's own but the loading of weights, which would only be read from a file to be random.
     """
     from slipstream.wire.arena import shared_memory_directory
-    from target_server.producer import Producer
     from target_server.server import ServerSettings, TargetServer
     from target_server.target_model import TargetModel
 
@@ -205,11 +200,12 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
         )
         server = TargetServer(settings)
         documents = write_documents(shape, Path(directory) / "documents.jsonl")
-        command = [sys.executable, "-m", "benchmarks.target_throughput_worker", "subscribe", "--size", args.size]
+        output, counting = Path(directory) / "subscriber.json", Path(directory) / "counting"
+        command = [sys.executable, "-m", "benchmarks.feeder_worker", "--size", args.size, "--device", args.device]
         command += ["--address", str(server.address), "--data", str(documents)]
-        output = Path(directory) / "subscriber.json"
-        command += ["--output", str(output)]
-        subscriber = threading.Thread(target=run_subscriber, args=(command, loaded, ended), daemon=True)
+        command += ["--counting", str(counting), "--output", str(output)]
+        engine = EngineTimes(server, counting)
+        subscriber = threading.Thread(target=run_subscriber, args=(command, loaded, ended, engine.look), daemon=True)
         subscriber.start()
         try:
             server.run()
@@ -219,22 +215,42 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
             subscriber.join()
         if not output.exists():
             raise SystemExit("the subscriber failed")
-        assert server._served is not None
-        producer = server._served.producer
-        assert isinstance(producer, Producer), "the engine is a thread of this process"
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return answer | {"forward": alone, "engine_ms": producer.times.milliseconds()}
+    return answer | {"forward": alone, "engine_ms": engine.milliseconds}
 
 
-def run_subscriber(command: Sequence[str], loaded: threading.Event, ended: threading.Event) -> None:
-    """Run the subscriber once there is something to subscribe to, then end the server as its operator would."""
+class EngineTimes:
+    """Milliseconds per pack of the engine's phases while the subscriber counts its packs."""
+
+    def __init__(self, server: Any, counting: Path) -> None:
+        """`counting`: the file that is there meanwhile."""
+        self._server, self._counting = server, counting
+        self._since: TimesSince | None = None
+        self.milliseconds: dict[str, float] = {}
+
+    def look(self) -> None:
+        """To be called again and again."""
+        if not self._counting.exists():
+            return
+        if self._since is None:
+            self._since = TimesSince(self._server._served.producer.times)
+        self.milliseconds = self._since.milliseconds()
+
+
+def run_subscriber(
+    command: Sequence[str], loaded: threading.Event, ended: threading.Event, look: Callable[[], None]
+) -> None:
+    """Run the subscriber once there is something to subscribe to, then end the server as its operator would.
+
+    `look` is called now and then meanwhile.
+    """
     loaded.wait()
     if ended.is_set():
         return
-    # No GPU for it: it is to cost the server's device nothing.
-    with child_process(command, environment={"CUDA_VISIBLE_DEVICES": ""}) as process:
-        while process.poll() is None and not ended.wait(0.05):
-            pass
+    # On the server's own GPU, where packs cost bandwidth as those of any trainer do.
+    with child_process(command) as process:
+        while process.poll() is None and not ended.wait(WATCH_SECONDS):
+            look()
     if not ended.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -282,39 +298,6 @@ def free_address() -> Any:
     from slipstream.listen import ListenAddress
 
     return ListenAddress.parse("127.0.0.1:0")
-
-
-def subscribe(args: argparse.Namespace) -> dict[str, Any]:
-    """Lease, read, confirm and commit packs as a trainer's feeder does; packs per second once the shelf is drained."""
-    from slipstream.run_spec.spec import DataSpec
-    from slipstream.wire.channel import TargetClient
-    from slipstream.wire.transports import choose_reader
-
-    shape = SHAPES[args.size]
-    with TargetClient(args.address) as client:
-        reader = choose_reader("auto", client.get_target(), client.channel)
-        data = DataSpec(files=(str(args.data),), format="tokens", pack_tokens=PACK_TOKENS)
-        run = StepReader(client, Subscription("benchmark", data, shape.layer_ids), reader)
-        packs, tokens, read_seconds, began = 0, 0, 0.0, 0.0
-        while packs < shape.serve_packs + SUBSCRIBER_SKIPS:
-            for lease in run.lease(max_packs=4):
-                reading = time.perf_counter()
-                run.read(lease)
-                read_seconds += time.perf_counter() - reading
-                run.confirm(lease)
-                run.commit(lease.step)
-                packs += 1
-                tokens += lease.manifest.num_tokens
-                if packs == SUBSCRIBER_SKIPS:
-                    tokens, began = 0, time.perf_counter()
-        seconds = time.perf_counter() - began
-        reader.close()
-    return {
-        "packs_per_second": (packs - SUBSCRIBER_SKIPS) / seconds,
-        "tokens_per_second": tokens / seconds,
-        "read_ms": 1e3 * read_seconds / packs,
-        "transport": reader.name,
-    }
 
 
 if __name__ == "__main__":
