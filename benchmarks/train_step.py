@@ -161,7 +161,9 @@ class Benchmark:
             "sides": [measured.as_json(peak) for measured in self._measured],
             "settings": {key: str(value) for key, value in vars(self._args).items()},
         }
-        path = write_results("train_step", rows, commit=self._args.commit, extra=extra, directory=self._args.out)
+        # A name for each choice of sizes: another call does not overwrite what this one has measured.
+        name = "_".join(("train_step", *self._args.sizes))
+        path = write_results(name, rows, commit=self._args.commit, extra=extra, directory=self._args.out)
         return f"{table(self._measured, rows, peak)}\n{path}\n"
 
     @contextmanager
