@@ -118,7 +118,7 @@ def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
     assert "failed: specforge 0.2.0 cannot be imported" in answer.stdout
-    sides = json.loads((tmp_path / "train_step.json").read_text())["sides"]
+    sides = json.loads((tmp_path / "train_step_tiny.json").read_text())["sides"]
     assert [side["variant"] for side in sides] == ["ours", "specforge"]
     assert len(sides[0]["milliseconds"]) >= 3
 
