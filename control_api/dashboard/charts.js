@@ -42,6 +42,13 @@ export const CHARTS = [
     ],
   },
   {
+    id: "heldout",
+    title: "Accepted length, held out",
+    remark: "tokens per target pass, walked on the target's own text",
+    curves: heldoutCurves,
+    has: (series) => series.sources.size > 0,
+  },
+  {
     id: "accepted",
     title: "Accepted length",
     remark: "tokens per target pass, on training packs",
@@ -49,13 +56,6 @@ export const CHARTS = [
       { label: "step", read: column("accepted"), color: "--curve-2", faint: true, axis: "left", show: measure },
       { label: `mean of ${SMOOTH_WIDTH}`, read: smooth("accepted"), color: "--curve-2", axis: "left", show: measure },
     ],
-  },
-  {
-    id: "heldout",
-    title: "Held-out accepted length",
-    remark: "tokens per target pass, walked on the target's own text",
-    curves: heldoutCurves,
-    has: (series) => series.sources.size > 0,
   },
   {
     id: "optimizer",

@@ -28,6 +28,11 @@ export function compact(value) {
   return size >= 1000 ? INTEGER.format(value) : String(Number(value.toPrecision(4)));
 }
 
+/** What was measured on held-out answers, by source: "chat 1.300, code 1.315". */
+export function sources(heldout) {
+  return Object.entries(heldout?.by_source ?? {}).sort().map(([name, length]) => `${name} ${measure(length)}`).join(", ");
+}
+
 export function percent(fraction, digits = 0) {
   return isNumber(fraction) ? `${(fraction * 100).toFixed(digits)} %` : NOTHING;
 }

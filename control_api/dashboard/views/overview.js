@@ -168,7 +168,9 @@ class RunRow {
   #note = h("span", { class: "detail" });
   #bar = h("progress", { max: "1" });
   #steps = h("span", { class: "detail" });
-  #cells = { loss: h("td", { class: "number" }), accepted: h("td", { class: "number" }),
+  #accepted = h("span", {});
+  #heldout = h("span", { class: "detail" });
+  #cells = { loss: h("td", { class: "number" }), accepted: h("td", { class: "number" }, this.#accepted, this.#heldout),
     pace: h("td", { class: "number pace" }), eta: h("td", { class: "number" }) };
 
   /** `wantsCurve(row)`: its losses should be read, again if they were. */
@@ -219,7 +221,10 @@ class RunRow {
       this.#draw();
     }
     setText(this.#cells.loss, measure(latest?.loss));
-    setText(this.#cells.accepted, measure(latest?.mean_matched_prefix_with_bonus));
+    setText(this.#accepted, measure(latest?.mean_matched_prefix_with_bonus));
+    const { latest: heldout, best } = run.heldout ?? {};
+    setText(this.#heldout, heldout ? `held out ${measure(heldout.accepted_length)}` : "");
+    this.#heldout.title = best ? `best: ${measure(best.accepted_length)} at step ${integer(best.step)}` : "";
     setText(this.#cells.pace, run.state === "RUNNING" ? rate(run.throughput?.trainer_tokens_per_second) : "–");
     setText(this.#cells.eta, duration(eta));
   }

@@ -4,13 +4,14 @@ import { Refused, Unreachable, all, get, pages, pause, poll, runPath, send } fro
 import { ChartGroup, SMOOTH_WIDTH } from "../charts.js";
 import { fill, h, setShown, setText } from "../dom.js";
 import { follow } from "../feed.js";
-import { duration, integer, measure, percent, plural, rate } from "../format.js";
+import { duration, integer, measure, percent, plural, rate, sources } from "../format.js";
 import { MetricSeries, trailingMean } from "../series.js";
 import { Figure, badge, moment, notice, setBadge, targetRow, trainerRow } from "./parts.js";
 import { Checkpoints, Definition, Exports, Logs, Timeline } from "./run_records.js";
 
 const EVERY = 2000;
 const SOON = 150;
+const TRANSPORTS = { shm: "shared memory (shm)", grpc: "gRPC (grpc)" };
 const VERBS = {
   resume: { label: "Resume", icon: "M5 3l9 5.5-9 5.5z", desired: "RUNNING" },
   pause: { label: "Pause", icon: "M4 3h3v11H4zM9 3h3v11H9z", desired: "PAUSED" },
@@ -42,6 +43,7 @@ class RunView {
   #figures = {
     loss: new Figure("Loss"),
     accepted: new Figure("Accepted length", "tokens per target pass, bonus token included; estimated on training packs"),
+    heldout: new Figure("Accepted length, held out", "tokens per target pass on held-out answers, as the newest weights measured"),
     pace: new Figure("Tokens/s"),
     wait: new Figure("Data wait", "share of time in which the trainer waited for packs"),
     checkpoint: new Figure("Checkpoint", "newest one on disk"),
@@ -175,7 +177,9 @@ class RunView {
     const own = trainers.filter((one) => this.#run.trainers.includes(one.name));
     fill(this.#workers,
       own.length > 0 ? own.map((one) => trainerRow(one, { withRun: false })) : h("li", { class: "row" }, h("span", { class: "detail" }, "No trainer works on it now.")),
-      targets.filter((one) => one.name === this.#run.target).map(targetRow));
+      targets.filter((one) => one.name === this.#run.target).map(targetRow),
+      this.#run.transport === null ? null : h("li", { class: "row", id: "transport" },
+        h("span", { class: "detail" }, `Packs are read over ${TRANSPORTS[this.#run.transport] ?? this.#run.transport}.`)));
     if (this.#run.latest_checkpoint_step !== this.#checkpointStep) {
       const list = await all(runPath(this.#name, "/checkpoints"), "checkpoints", this.#signal);
       this.#checkpoints.show(list);
@@ -197,12 +201,21 @@ class RunView {
     const latest = run.latest_metrics;
     this.#figures.loss.show(measure(latest?.loss), this.#mean("loss"));
     this.#figures.accepted.show(measure(latest?.mean_matched_prefix_with_bonus), this.#mean("accepted"));
+    this.#showHeldout(run.heldout);
     const pace = run.throughput;
     const target = pace?.target_tokens_per_second;
     this.#figures.pace.show(rate(pace?.trainer_tokens_per_second), typeof target === "number" ? `target ${rate(target)}` : "");
     this.#figures.wait.show(percent(pace?.data_wait_ratio), pace?.bottleneck ? `bottleneck: ${pace.bottleneck.toLowerCase()}` : "");
     this.#figures.checkpoint.show(integer(run.latest_checkpoint_step), run.latest_checkpoint_step === null ? "" : "newest step on disk");
     document.title = `${run.state} ${percent(run.progress.fraction)} · ${run.name}`;
+  }
+
+  #showHeldout(heldout) {
+    setShown(this.#figures.heldout.node, heldout !== null);
+    const best = heldout?.best;
+    this.#figures.heldout.show(measure(heldout?.latest?.accepted_length),
+      best ? `best ${measure(best.accepted_length)} at step ${integer(best.step)}` : "");
+    this.#figures.heldout.node.title = sources(heldout?.latest);
   }
 
   /** One step is noise; what the last ones say together. */

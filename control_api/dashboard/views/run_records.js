@@ -2,7 +2,7 @@
 
 import { Refused, Unreachable, all, get, pause, poll, runPath, send } from "../api.js";
 import { fill, h } from "../dom.js";
-import { integer, plural } from "../format.js";
+import { integer, measure, plural, sources } from "../format.js";
 import { badge, command, empty, moment } from "./parts.js";
 
 const NEWEST = 40;
@@ -74,6 +74,11 @@ function eventRow(event) {
       event.source === "control-api" ? null : detail(`said by ${event.source}`)));
 }
 
+function heldoutWords(heldout) {
+  const bySource = sources(heldout);
+  return `accepted length, held out ${measure(heldout.accepted_length)}${bySource ? ` (${bySource})` : ""}`;
+}
+
 /** Complete checkpoints on the trainer's disk, newest first. */
 export class Checkpoints {
   node = h("div", {}, h("p", { class: "detail" }, "None yet."));
@@ -82,7 +87,8 @@ export class Checkpoints {
     const newest = [...list].sort((one, other) => other.step - one.step);
     fill(this.node, newest.length
       ? h("ul", { class: "rows" }, newest.map((one, place) => h("li", { class: "row", title: one.path },
-        h("span", { class: "name" }, `step ${integer(one.step)}`),
+        h("span", { class: "name" }, `step ${integer(one.step)}`), one.is_best ? h("strong", { class: "best" }, "best") : null,
+        one.heldout ? h("span", { class: "detail" }, heldoutWords(one.heldout)) : null,
         h("span", { class: "detail end" }, moment(one.saved_at)),
         place === 0 ? h("code", { class: "path" }, one.path) : null)))
       : h("p", { class: "detail" }, "None yet."));
