@@ -186,12 +186,6 @@ class ChatEncoder:
                 return f"turn {answer.turn}: the supervised tokens say {decoded[-80:]!r}"
         return None
 
-    def mask_problem(self, conversation: Conversation) -> str | None:
-        """The first `row_problem` of a conversation's rows."""
-        rows = self.template.render(conversation, only_last=self._only_last).rows
-        problems = (self.row_problem(row, *encoded) for row, encoded in zip(rows, self._tokenize(rows), strict=True))
-        return next((problem for problem in problems if problem is not None), None)
-
 
 def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str]:
     """Finds the special tokens of a tokenizer in a text. Tags such as <think>, which are added but not special, may be
