@@ -13,7 +13,7 @@ from drafter_trainer.checkpoint_state import CheckpointState, read_state
 from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.drafter_format import Verifier
-from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, read_licence
+from drafter_trainer.formats.model_card import CardFacts, model_card, public_name, read_evaluation, read_licence
 from drafter_trainer.formats.module import as_module, require_dflash
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
@@ -123,12 +123,13 @@ def _describe(
 ) -> None:
     found, evaluation = results
     run_directory = plan.checkpoint.resolve().parent.parent
+    files = locate_target(plan.target) if plan.target else None
     facts = CardFacts(
         format_name=plan.format_name,
         dtype=plan.dtype,
         directory_name=plan.output.name,
-        target_name=plan.served_as,
-        target_licence=read_licence(locate_target(plan.target)) if plan.target else None,
+        target_name=public_name(plan.served_as, files),
+        target_licence=read_licence(files) if files else None,
         steps=state.cursor.next_step,
         total_steps=state.total_steps,
         tokens=state.loop.tokens,

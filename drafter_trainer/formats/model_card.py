@@ -1,6 +1,7 @@
 """README.md of an exported drafter: what it is, what it was made from, what was measured, how it is served."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.target_files import TargetFiles
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SERVE = {
     "vllm": "vllm serve {target} \\\n"
     '  --speculative-config \'{{"model": "{directory}", "method": "dflash", "num_speculative_tokens": {drafts}}}\'',
@@ -79,6 +81,29 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return report
 
 
+def public_name(served_as: str, files: TargetFiles | None) -> str:
+    """What a stranger can find a target by: never a path of this machine.
+
+    Args:
+        served_as: the recipe's target, or what the user calls it.
+        files: of the target, where they are at hand; a directory's config.json or a .gguf may know the model's name.
+    """
+    if not _is_path(served_as):
+        return served_as
+    if files is None:
+        return Path(served_as).name
+    if files.is_gguf:
+        known = read_gguf_header(files.weights[0]).values.get("general.name")
+    else:
+        config = files.root / "config.json"
+        known = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path") if config.is_file() else None
+    return known if isinstance(known, str) and known and not _is_path(known) else Path(served_as).name
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.endswith(".gguf") or Path(name).exists()
+
+
 def read_licence(files: TargetFiles) -> str | None:
     """The licence of a model, from its card's head, its configuration or its .gguf; None where none names it."""
     if not files.is_gguf:
@@ -105,9 +130,9 @@ def _licence_beside(root: Path) -> str | None:
 
 def _front_matter(facts: CardFacts) -> str:
     library = "transformers" if facts.format_name == "zlab" else facts.format_name
-    return (
-        f"---\nbase_model: {facts.target_name}\nlibrary_name: {library}\ntags:\n- speculative-decoding\n- dflash\n---"
-    )
+    # A hub takes nothing else for a model's name.
+    base = f"base_model: {facts.target_name}\n" if _HUB_NAME.fullmatch(facts.target_name) else ""
+    return f"---\n{base}library_name: {library}\ntags:\n- speculative-decoding\n- dflash\n---"
 
 
 def _section(title: str, text: str) -> str:
@@ -186,7 +211,9 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
 
 def _licence(facts: CardFacts) -> str:
     found = facts.target_licence
-    target = f"`{found}`, by its own files" if found else "unknown: its files name none"
+    # Without a self-test the target's files are not opened.
+    unknown = "not looked at" if facts.self_test is None else "unknown: its files name none"
+    target = f"`{found}`, by its own files" if found else unknown
     return (
         f"Of the target's weights: {target}. The drafter was trained on the target's hidden states and holds none of "
         "its weights; whether the target's licence covers it is for whoever publishes it to find out."

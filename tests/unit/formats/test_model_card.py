@@ -10,7 +10,7 @@ import pytest
 
 from drafter_trainer.cli import main
 from drafter_trainer.formats.export import export
-from drafter_trainer.formats.model_card import read_licence
+from drafter_trainer.formats.model_card import public_name, read_licence
 from slipstream.target_files import TargetFiles
 from tests.unit.formats.conftest import Source, make_plan
 
@@ -36,8 +36,22 @@ def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
 def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Path) -> None:
     flags = ["--to", "vllm", "--output", str(tmp_path / "out"), "--without-self-test"]
     assert main(["export", f"{source.run}@12", *flags]) == 0
-    assert "**Left out** (`--without-self-test`)" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "**Left out** (`--without-self-test`)" in card
+    assert "Of the target's weights: not looked at." in card
+    assert str(tmp_path) not in card and "base_model" not in card, "the target is a directory of this machine"
     assert json.loads((tmp_path / "out" / "slipstream.json").read_text())["self_test"] is None
+
+
+@pytest.mark.parametrize("known", ["owner/model", "/home/me/model", None])
+def test_a_target_is_named_by_what_a_stranger_can_find(known: str | None, tmp_path: Path) -> None:
+    directory = tmp_path / "a-model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"_name_or_path": known}))
+    files = TargetFiles(directory, weights=(), descriptions=(), revision=None)
+    assert public_name(str(directory), files) == ("owner/model" if known == "owner/model" else "a-model")
+    assert public_name("owner/served", files) == "owner/served"
+    assert public_name("/models/x.gguf", None) == "x.gguf"
 
 
 @pytest.mark.parametrize(
