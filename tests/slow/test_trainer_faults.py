@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from drafter_trainer import checkpoint as checkpoint_module
-from drafter_trainer import start
+from drafter_trainer import checkpoint_writer, start
+from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.starting_weights import SavedState
+from drafter_trainer.target_link import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.lineage import lineage_report
-from tests.fakes.live_run import LiveRun, live_target, stop_here
+from tests.fakes.live_run import LiveRun, go_away, live_target, stop_here
 from tests.fakes.tiny_run import write_tiny_run
 from tests.fakes.training import assert_same_run
 
@@ -71,6 +73,61 @@ def kill_after_recording(patch: pytest.MonkeyPatch, step: int) -> None:
             raise Killed
 
     patch.setattr(MetricsFile, "append", append_and_die)
+
+
+def test_a_checkpoint_is_completed_while_the_target_is_away(
+    undisturbed: LiveRun, recipe: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target dies after the step that is saved, and does not come back; the trainer waits to commit the next, whose
+    pack it has already."""
+    away, waits = threading.Event(), threading.Event()
+    sources: list[BatchSource] = []
+    start_source = BatchSource.start
+    write, save, notice = checkpoint_module.write_safetensors, checkpoint_writer.save_checkpoint, WaitNotice.__call__
+    append = MetricsFile.append
+    saved_meanwhile: list[Path] = []
+
+    def note_wait(waiting: WaitNotice, reason: Reason, seconds: float) -> None:
+        notice(waiting, reason, seconds)
+        if away.is_set():
+            waits.set()
+
+    def wait_and_write(*arguments: Any) -> tuple[int, int]:
+        assert waits.wait(_DEADLINE)
+        return write(*arguments)
+
+    def save_and_stop(*arguments: Any, **settings: Any) -> Path:
+        saved_meanwhile.append(save(*arguments, **settings))
+        if len(saved_meanwhile) == 1:
+            stop_here()
+        return saved_meanwhile[-1]
+
+    def note_source(source: BatchSource, next_step: int) -> None:
+        sources.append(source)
+        start_source(source, next_step)
+
+    with live_target(recipe, tmp_path) as server, monkeypatch.context() as patch:
+
+        def target_dies(file: MetricsFile, record: StepRecord) -> None:
+            append(file, record)
+            if record.step == 4:
+                (source,) = sources
+                with source._changed:
+                    assert source._changed.wait_for(source._batch_or_end, _DEADLINE)
+                go_away(server)
+                away.set()
+
+        patch.setattr(BatchSource, "start", note_source)
+        patch.setattr(MetricsFile, "append", target_dies)
+        patch.setattr(WaitNotice, "__call__", note_wait)
+        patch.setattr(checkpoint_module, "write_safetensors", wait_and_write)
+        patch.setattr(checkpoint_writer, "save_checkpoint", save_and_stop)
+        run = LiveRun(recipe, server.address, tmp_path / "run", *LENGTH, "name=left-alone")
+        run.train()
+    assert saved_meanwhile[0].name == "step-00000005"
+    assert newest_step(run) == max(run.losses()) + 1
+    LiveRun(recipe, address, run.directory, *LENGTH, "name=left-alone").train()
+    assert_same_run(run, undisturbed)
 
 
 def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
