@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ NEEDED_SECONDS = {
 LEAST_SECONDS = 15.0
 END_SECONDS = 5.0
 """Of the time given: for a worker that must be ended, and for what was measured to be written."""
+GRACE_SECONDS = 2.0
 WORKER_SECONDS = 240.0
 
 
@@ -122,7 +124,10 @@ def ask(asked: dict[str, str], args: argparse.Namespace, seconds_left: float) ->
         try:
             worker.wait(min(seconds_left, WORKER_SECONDS))
         except subprocess.TimeoutExpired:
-            # A server that is asked to end takes its time to give the device's memory back.
+            # It removes its shared memory at once, but takes its time to give the device's memory back.
+            worker.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(GRACE_SECONDS)
             worker.kill()
             return {"failed": f"left out: not done within {min(seconds_left, WORKER_SECONDS):.0f} s, see {log.name}"}
     if not output.exists():

@@ -39,9 +39,12 @@ LEAST_SECONDS = 30.0
 """With less time than this, nothing new is begun."""
 MEMORY_TOKENS = 4000
 LENGTH_STEPS = 200
+END_SECONDS = 10.0
+"""Of the time given: to end a worker, and for what was measured to be written."""
 
 
 def main() -> int:
+    began = time.monotonic()  # `--leave-by` counts from here: to import torch takes ten seconds on some machines
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=_names((*SIZES, TINY.name)), default=["A", "B", "C"], metavar=",".join(SIZES))
     parser.add_argument("--variants", type=_names((*VARIANTS, *ON_REQUEST)), default=list(VARIANTS), metavar="NAMES")
@@ -60,7 +63,7 @@ def main() -> int:
         parser.error(problem)
     args.out.mkdir(parents=True, exist_ok=True)
     with sigterm_as_exit():
-        benchmark = Benchmark(args)
+        benchmark = Benchmark(args, began + args.leave_by - END_SECONDS)
         try:
             benchmark.run()
         finally:
@@ -107,6 +110,11 @@ class Seat:
             what = f"{self.measured.size} {self.measured.variant}"
             sys.stderr.write(f"{what}: first step {seconds:.1f} s after its start\n")
 
+    @property
+    def seconds_left(self) -> float:
+        """Until the time is over."""
+        return max(0.0, self._deadline - time.monotonic())
+
     def ask(self, do: str, **options: Any) -> dict[str, Any] | None:
         """Its answer; None if it failed, now or before."""
         return self._heard(lambda: self._worker.ask(self._patience(ANSWER_SECONDS), do=do, **options))
@@ -137,9 +145,10 @@ class Seat:
 class Benchmark:
     """The measurements of one call."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, deadline: float) -> None:
+        """`deadline`: on time.monotonic(); what runs then is ended."""
         self._args = args
-        self._deadline = time.monotonic() + args.leave_by
+        self._deadline = deadline
         self._measured: list[Measured] = []
         self._peaks: list[float] = []
 
@@ -213,8 +222,8 @@ class Benchmark:
             ours.time(self._args.steps)
         ours.measured.profile = ours.ask("profile") or {}
         if ours.measured.size in PEERLESS:
-            ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS) or {}
             ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
+            ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS, seconds=ours.seconds_left / 2) or {}
 
     def _measure_pair(self, ours: Seat, other: Seat) -> None:
         steps = -(-self._args.steps // ROUNDS)

@@ -23,6 +23,8 @@ from benchmarks.worker_process import answer_all
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 3
+LEAST_STEPS = 8
+"""Of random lengths, however little time there is."""
 PACKS = 3
 """Held on the device by every side, as a trainer prefetches them."""
 
@@ -116,17 +118,22 @@ class Worker:
         torch.cuda.synchronize()
         return profile_steps(self._step, PROFILED_STEPS)
 
-    def lengths(self, steps: int) -> dict[str, Any]:
-        """Steps over packs of every length in random order: graphs compiled meanwhile, memory after each step."""
+    def lengths(self, steps: int, seconds: float) -> dict[str, Any]:
+        """Steps over packs of every length in random order, as many as fit into `seconds`: graphs compiled meanwhile,
+        memory after each step."""
         from drafter_trainer.flex_policy import compiled_graphs
 
         size, cuda = self._size, self._device.type == "cuda"
         packs = [make_pack(size, self._device, 0, split_features=True, tokens=length) for length in size.lengths]
-        order = [random.Random(0).randrange(len(packs)) for _ in range(steps)]
+        draws = random.Random(0)
+        order = [draws.randrange(len(packs)) for _ in range(steps)]
         graphs, allocated, reserved = compiled_graphs(), [], []
         milliseconds: dict[int, list[float]] = {length: [] for length in size.lengths}
-        for index in order:
+        end = time.perf_counter() + seconds
+        for done, index in enumerate(order):
             began = time.perf_counter()
+            if done >= LEAST_STEPS and began > end:
+                break
             self._side.step(packs[index])
             loss = self._side.last_loss()
             milliseconds[size.lengths[index]].append((time.perf_counter() - began) * 1e3)
@@ -135,7 +142,7 @@ class Worker:
                 reserved.append(torch.cuda.memory_reserved() / 2**30)
         half = len(allocated) // 2
         return {
-            "steps": steps,
+            "steps": sum(map(len, milliseconds.values())),
             "loss": loss,
             "graphs_before": graphs,
             "graphs_compiled_meanwhile": compiled_graphs() - graphs,
