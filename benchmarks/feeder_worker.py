@@ -6,11 +6,11 @@ thread waits until a pack has arrived, forgets it, and commits its step. Writes 
 
 import argparse
 import json
-import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,11 +19,12 @@ import torch
 
 from benchmarks.target_workload import PACK_TOKENS, SHAPES, Shape
 from benchmarks.times_since import TimesSince
-from drafter_trainer.batch_source import BatchSource, PackPlan, payload_shapes
+from drafter_trainer.batch_source import BatchSource
+from drafter_trainer.build_step import pack_plan
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
-from slipstream.run_spec.reasons import Reason
+from slipstream.child_processes import leave_with_parent
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.telemetry.logs import configure_logging
 from slipstream.wire.channel import TargetClient
@@ -44,6 +45,8 @@ def main() -> int:
     args = parser.parse_args()
     # The parent starts its children with signals held.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+    # A client waits for its server for ever; that of a server that was killed would be left behind.
+    leave_with_parent()
     configure_logging("subscriber", level="info", json=False)
     args.output.write_text(json.dumps(feed(args)), encoding="utf-8")
     return 0
@@ -53,23 +56,23 @@ def feed(args: argparse.Namespace) -> dict[str, Any]:
     """Packs per second, milliseconds per pack of each of the feeder's phases, and how payloads were read."""
     shape, device = SHAPES[args.size], torch.device(args.device)
     spec = run_spec(shape, args.data)
-    notice, parent, stop = WaitNotice(args.address), os.getppid(), threading.Event()
-
-    def on_wait(reason: Reason, seconds: float) -> None:
-        # A client waits for its server for ever; one whose server was killed would be left behind.
-        if os.getppid() != parent:
-            raise SystemExit("the server is gone")
-        notice(reason, seconds)
+    notice, stop = WaitNotice(args.address), threading.Event()
 
     with (
         TemporaryDirectory(prefix="feeder-") as directory,
-        TargetClient(args.address, on_wait=on_wait, stop=stop) as client,
+        TargetClient(args.address, on_wait=notice, stop=stop) as client,
     ):
         link = TargetLink(client, notice, spec, RunDirectory(Path(directory)), pin_memory=device.type == "cuda")
         try:
             link.handshake()
             link.begin(Position(), shape.layer_ids)
-            source = BatchSource(link, pack_plan(spec, shape, link), DeviceCopy(device), stop)
+            names = [hidden_state_name(layer) for layer in shape.layer_ids]
+            plan = replace(
+                pack_plan(spec, names, shape.config["hidden_size"]),
+                first_sequence_number=link.first_sequence_number,
+                total_steps=shape.skipped_packs + shape.serve_packs,
+            )
+            source = BatchSource(link, plan, DeviceCopy(device), stop)
             try:
                 source.start(0)
                 return take_steps(source, link, shape, args.counting)
@@ -114,22 +117,6 @@ def run_spec(shape: Shape, documents: Path) -> RunSpec:
         data=DataSpec(files=(str(documents),), format="tokens", pack_tokens=PACK_TOKENS),
         drafter=DrafterSpec(target_layer_ids=shape.layer_ids),
         train=TrainSpec(anchors_per_pack=ANCHORS, max_steps=shape.skipped_packs + shape.serve_packs),
-    )
-
-
-def pack_plan(spec: RunSpec, shape: Shape, link: TargetLink) -> PackPlan:
-    """As `drafter_trainer.start` makes it."""
-    names = [hidden_state_name(layer) for layer in shape.layer_ids]
-    assert spec.train.max_steps is not None
-    return PackPlan(
-        first_sequence_number=link.first_sequence_number,
-        packs_per_step=spec.train.packs_per_step,
-        total_steps=spec.train.max_steps,
-        tensor_shapes=payload_shapes(names, PACK_TOKENS, shape.config["hidden_size"]),
-        num_anchors=spec.train.anchors_per_pack,
-        seed=spec.train.seed,
-        prefetch_packs=spec.stream.prefetch_packs,
-        lease_seconds=spec.stream.lease_seconds,
     )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,22 +78,27 @@ def build_step(
     with failures_reported(Phase.DRAFTER):
         step = TrainingStep(config, frozen, spec)
         memory.note("drafter and optimizer")
-    plan = PackPlan(
-        first_sequence_number=0,
-        packs_per_step=spec.train.packs_per_step,
-        total_steps=0,
-        tensor_shapes=payload_shapes(hidden_state_names(spec, config), spec.data.pack_tokens, config.hidden_size),
-        num_anchors=spec.train.anchors_per_pack,
-        seed=spec.train.seed,
-        prefetch_packs=spec.stream.prefetch_packs,
-        lease_seconds=spec.stream.lease_seconds,
-    )
+    plan = pack_plan(spec, hidden_state_names(spec, config), config.hidden_size)
     parameters = sum(weight.numel() for weight in step.optimizer.weights().values())
     log_event(
         _log, "info", "drafter", architecture=config.architecture, parameters=parameters,
         target_layers=config.target_layer_ids,
     )  # fmt: skip
     return step, config, plan
+
+
+def pack_plan(spec: RunSpec, hidden_states: Sequence[str], hidden_size: int) -> PackPlan:
+    """What is fetched for a step; it lacks only its place in the stream."""
+    return PackPlan(
+        first_sequence_number=0,
+        packs_per_step=spec.train.packs_per_step,
+        total_steps=0,
+        tensor_shapes=payload_shapes(hidden_states, spec.data.pack_tokens, hidden_size),
+        num_anchors=spec.train.anchors_per_pack,
+        seed=spec.train.seed,
+        prefetch_packs=spec.stream.prefetch_packs,
+        lease_seconds=spec.stream.lease_seconds,
+    )
 
 
 def warm_up_step(step: TrainingStep, plan: PackPlan, target: pb.GetTargetResponse) -> None:
