@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,10 +185,11 @@ def _self_test(facts: CardFacts) -> str:
 
 
 def _serving(config: DFlashConfig, facts: CardFacts) -> str:
-    command = _SERVE[facts.format_name].format(
-        target=facts.target_name, directory=facts.directory_name, drafts=config.block_size - 1
-    )
     language = "python" if facts.format_name == "zlab" else "bash"
+    target = shlex.quote(facts.target_name) if language == "bash" else facts.target_name
+    command = _SERVE[facts.format_name].format(
+        target=target, directory=facts.directory_name, drafts=config.block_size - 1
+    )
     return f"```{language}\n{command}\n```\n\nNot run where this was exported."
 
 

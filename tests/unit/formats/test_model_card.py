@@ -72,10 +72,21 @@ def test_licence_in_a_gguf_needs_no_library(
     licence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    pairs = [("general.architecture", "llama")] + ([("general.license", licence)] if licence else [])
-    words = [text for pair in pairs for text in pair]
-    lengths = [struct.pack("<Q", len(text)) + text.encode() for text in words]
-    body = b"".join(key + struct.pack("<I", 8) + value for key, value in zip(lengths[::2], lengths[1::2], strict=True))
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + body)
+    texts = {"general.architecture": "llama"} | ({"general.license": licence} if licence else {})
+    path = write_header(tmp_path / "model.gguf", texts)
     assert read_licence(TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)) == licence
+
+
+def test_a_gguf_knows_its_model_by_name(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "q4.gguf", {"general.name": "A Small Model"})
+    files = TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)
+    assert public_name(str(path), files) == "A Small Model"
+    assert public_name(str(path), None) == "q4.gguf"
+
+
+def write_header(path: Path, texts: dict[str, str]) -> Path:
+    """A .gguf of texts by key, without tensors."""
+    words = [struct.pack("<Q", len(text)) + text.encode() for pair in texts.items() for text in pair]
+    body = b"".join(key + struct.pack("<I", 8) + value for key, value in zip(words[::2], words[1::2], strict=True))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(texts)) + body)
+    return path
