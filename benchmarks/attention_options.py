@@ -118,7 +118,6 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = [draw(size.heads, queries), draw(size.kv_heads, keys), draw(size.kv_heads, keys)]
     inputs = [inputs[0].requires_grad_(), *(tensor.contiguous().requires_grad_() for tensor in inputs[1:])]
     direction = draw(size.heads, queries)
-
     kernel: Any = {name: value for name, value in options.items() if name not in (REPEATED, UNMASKED)}
     if UNMASKED in options:
         mask.mask_mod = lambda _batch, _head, query, _key: query >= 0

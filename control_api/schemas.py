@@ -1,36 +1,16 @@
 """What travels over REST: bodies that clients send (…Create, …Update, …Report) and resources they read (…Public)."""
 
-import json
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 
+from control_api.storable import storable
 from slipstream.run_spec.names import NAME_PATTERN, NAME_RULE
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import Condition, DesiredState, RunState, Verb
 
 LARGEST = 2**53 - 1  # what every JSON reader holds exactly, and SQLite stores
-_DEEPEST = 20
-
-
-def storable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what json.loads reads but JSON cannot say (NaN), half characters, and nesting that exhausts a stack."""
-    if _depth(value) > _DEEPEST:
-        raise ValueError(f"nested deeper than {_DEEPEST} levels")
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no character") from None
-    return value
-
-
-def _depth(value: Any, above: int = 0) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if above > _DEEPEST:
-        return above
-    return max((_depth(one, above + 1) for one in inner), default=above)
-
 
 Text = Annotated[str, Field(max_length=4000, pattern=r"^[^\x00]*$")]
 ShortText = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f]+$")]

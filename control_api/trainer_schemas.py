@@ -15,8 +15,8 @@ from control_api.schemas import (
     Resource,
     ShortText,
     Text,
-    storable,
 )
+from control_api.storable import storable
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import DesiredState
 
