@@ -168,8 +168,9 @@ def backward_intermediates(sizes: RunSizes) -> int:
 
 def used_bytes_per_logit(sizes: RunSizes) -> int:
     """What a compiled chunk keeps at once, in the compute precision: logits, gradient, and where they are needed the
-    target's logits. From the peaks of two runs on an H200 (135M target): 3.8 and 5.9, rounded up."""
-    return 6 if sizes.needs_target_distribution else 4
+    target's logits; there a float32 copy was seen besides. From peaks of runs on an H200 (135M target): 3.8, and with
+    the target 5.9 to 9.9 before the loss's last change; the larger one, rounded up."""
+    return 10 if sizes.needs_target_distribution else 4
 
 
 def chunk_blocks(sizes: RunSizes, device_bytes: int) -> int:
