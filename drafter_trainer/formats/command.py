@@ -39,7 +39,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=FORMAT_NAMES, help="whose layout to write")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="directory to make")
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors; default: the target's in the run definition")
-    parser.add_argument("--target", metavar="MODEL", help="to decode with; default: the run's target.model")
+    parser.add_argument("--target-model", metavar="MODEL", help="to decode with; default: the run's target.model")
     parser.add_argument(
         "--target-name",
         type=_one_line,
@@ -62,7 +62,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `import`."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="config.json and safetensors in any of the formats")
-    parser.add_argument("--target", required=True, metavar="MODEL", help="the drafter's target, to decode with")
+    # Also understood as --target, the beginning of its name, as it was called once.
+    parser.add_argument("--target-model", required=True, metavar="MODEL", help="the drafter's target, to decode with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target; default: float32")
     parser.add_argument(
         "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
@@ -78,9 +79,9 @@ def run_export(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: see `export`; SPEC_INVALID, flags that do not go together.
     """
-    if args.without_self_test and args.target:
+    if args.without_self_test and args.target_model:
         raise SlipstreamError(
-            "--without-self-test and --target are both given: the target is there to decode with",
+            "--without-self-test and --target-model are both given: the target is there to decode with",
             reason=Reason.SPEC_INVALID,
             remedy="Leave one of them out.",
         )
@@ -98,7 +99,7 @@ def run_export(args: argparse.Namespace) -> int:
                 format_name=args.to,
                 output=args.output,
                 dtype=args.dtype or spec.target.dtype,
-                target=None if args.without_self_test else _target(args.target, spec.target),
+                target=None if args.without_self_test else _target(args.target_model, spec.target),
                 served_as=args.target_name or spec.target.model,
                 device=args.device,
                 replace=args.force,
@@ -119,7 +120,8 @@ def run_import(args: argparse.Namespace) -> int:
     with sigterm_as_exit():
         from drafter_trainer.formats.importing import open_with_target
 
-        drafter, found = open_with_target(args.directory, TargetSpec(model=args.target, dtype=args.dtype), args.device)
+        target = TargetSpec(model=args.target_model, dtype=args.dtype)
+        drafter, found = open_with_target(args.directory, target, args.device)
     sys.stdout.write(_recipe_lines(args.directory, drafter))
     sys.stdout.write(
         f"# {drafter.format_name}; accepted length {found.accepted_length:.3f}, bonus included, on "

@@ -71,4 +71,4 @@ def test_a_family_goes_the_whole_path(family: Family, tmp_path: Path, monkeypatc
         assert all(same_bits(published.weights[key], weight) for key, weight in trained.items())
     # One format each, in turn: it decodes as the export does, with nothing but the files and the target.
     exported = tmp_path / FORMATS[FAMILIES.index(family) % len(FORMATS)]
-    assert command("import", exported, "--target", tmp_path / "target") == 0
+    assert command("import", exported, "--target-model", tmp_path / "target") == 0

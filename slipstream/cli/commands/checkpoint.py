@@ -24,7 +24,7 @@ _MEASURED_COLUMNS = (
 
 # Of `drafter-trainer export`, with the same meaning.
 _PASSED_ON = (
-    ("--target", "MODEL", "to decode with; default: the run's target.model"),
+    ("--target-model", "MODEL", "to decode with; default: the run's target.model"),
     ("--target-name", "NAME", "how servers will know the target; default: the run's target.model"),
     ("--dtype", "NAME", "float32, bfloat16 or float16; default: the target's in the run definition"),
     ("--eval", "FILE", "report of `slipstream eval` for the model card"),

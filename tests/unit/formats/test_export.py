@@ -245,7 +245,7 @@ def test_a_step_that_is_not_there(step: str, source: Source) -> None:
 
 
 def test_flags_that_contradict(source: Source, tmp_path: Path) -> None:
-    flags = ["--to", "vllm", "--output", str(tmp_path / "o"), "--without-self-test", "--target", "x"]
+    flags = ["--to", "vllm", "--output", str(tmp_path / "o"), "--without-self-test", "--target-model", "x"]
     assert main(["export", str(source.run), *flags]) == 2
 
 

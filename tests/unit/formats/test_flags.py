@@ -3,9 +3,10 @@
 import pytest
 
 from drafter_trainer.cli import build_parser
+from slipstream.cli.commands import checkpoint
 
 EXPORT = ["export", "run", "--to", "vllm", "--output", "out"]
-IMPORT = ["import", "drafter", "--target", "model"]
+IMPORT = ["import", "drafter", "--target-model", "model"]
 
 
 @pytest.mark.parametrize("flag", ["--device=banana", "--device=", "--threads=0", "--threads=-1", "--threads=many"])
@@ -25,3 +26,15 @@ def test_a_name_that_would_break_the_head_of_the_model_card(name: str) -> None:
 def test_what_is_taken() -> None:
     for device in ("cpu", "cuda", "cuda:1"):
         assert build_parser().parse_args([*IMPORT, "--device", device, "--threads", "4"]).device == device
+
+
+def test_the_target_to_decode_with_has_one_name() -> None:
+    """As of the evaluation; --target is a target server elsewhere, and was this model here once."""
+    assert build_parser().parse_args([*EXPORT, "--target-model", "m", "--target-name", "n"]).target_model == "m"
+    assert build_parser().parse_args(["import", "drafter", "--target", "m"]).target_model == "m"
+
+
+def test_the_command_line_passes_on_flags_that_there_are() -> None:
+    values = {"--dtype": "float32", "--device": "cpu", "--threads": "1"}
+    flags = [word for flag, *_ in checkpoint._PASSED_ON for word in (flag, values.get(flag, "x"))]
+    build_parser().parse_args([*EXPORT, *flags, *(flag for flag, _ in checkpoint._SWITCHES)])
