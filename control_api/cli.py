@@ -12,10 +12,12 @@ from pathlib import Path
 from control_api.settings import Settings
 from slipstream import __version__
 from slipstream.entrypoint import run_main
+from slipstream.flag_values import within
 from slipstream.listen import ListenAddress, read_token
 from slipstream.telemetry.logs import configure_logging, log_event
 
 _LEAVE_SECONDS = 5
+_SECONDS = within(float, 0.001, 1e9, "number of seconds")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -81,27 +83,20 @@ def _parser() -> argparse.ArgumentParser:
         "--token-file", type=Path, metavar="FILE", help="bearer token; default: the variable SLIPSTREAM_TOKEN"
     )
     parser.add_argument(
-        "--heartbeat-seconds", type=_seconds, default=2.0, metavar="SECONDS",
+        "--heartbeat-seconds", type=_SECONDS, default=2.0, metavar="SECONDS",
         help="between two heartbeats of a trainer, after which it knows what is wanted; default: %(default)g",
     )  # fmt: skip
     parser.add_argument(
-        "--trainer-timeout", type=_seconds, default=15.0, metavar="SECONDS",
+        "--trainer-timeout", type=_SECONDS, default=15.0, metavar="SECONDS",
         help="a trainer that is silent for so long is lost; default: %(default)g",
     )  # fmt: skip
     parser.add_argument(
-        "--grace-seconds", type=_seconds, default=300.0, metavar="SECONDS",
+        "--grace-seconds", type=_SECONDS, default=300.0, metavar="SECONDS",
         help="a run whose trainer is lost fails after so long; default: %(default)g",
     )  # fmt: skip
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
 
 
 def _serve(bound: socket.socket, url: str, settings: Settings) -> None:

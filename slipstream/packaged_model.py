@@ -39,6 +39,17 @@ def given_model(name: str) -> str:
     """A model named on a command line: what exists here is meant as it stands here, any other name as it is.
 
     Links are not followed: a hub cache holds its files under names that end in no suffix.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, it can only be a path, and nothing is there.
     """
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    if path.exists():
+        return str(path.absolute())
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise SlipstreamError(
+            f"--model {name} does not exist.",
+            reason=Reason.MODEL_INVALID,
+            remedy="Check the path; a model of a hub is OWNER/NAME.",
+        )
+    return name

@@ -274,7 +274,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _number(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value

@@ -243,7 +243,7 @@ def _prompts_path(args: argparse.Namespace, spec: RunSpec) -> Path:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
@@ -257,7 +257,10 @@ def _positives(text: str) -> tuple[int, ...]:
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
-    warmths = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    try:
+        warmths = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        warmths = (math.nan,)
     if any(not math.isfinite(warmth) or warmth < 0 for warmth in warmths):
         raise argparse.ArgumentTypeError(f"{text}: a temperature is a finite number, 0 or larger")
     return warmths

@@ -109,6 +109,9 @@ def _at_a_command_line(
     if reason in _KINDS and getattr(args, _KINDS[reason], None):
         kind = _KINDS[reason]
         return message.partition(" GET /v1/")[0], _nearest_of(kind, getattr(args, kind), client)
+    if reason == "TARGET_UNKNOWN" and not getattr(args, "target", None):
+        remedy = "`slipstream up` brings one up; control-api is told of one that runs with --target NAME=HOST:PORT."
+        return message.partition(" Start a target server")[0], remedy
     run, verbs = getattr(args, "run", None), refusal.problem.get("allowed_verbs")
     if reason == "TRANSITION_ILLEGAL" and run and verbs:
         commands = ", ".join(f"`slipstream run {verb} {shlex.quote(run)}`" for verb in verbs)

@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
-import math
 
 from slipstream.cli.api_access import add_api_flags
+from slipstream.flag_values import within
 from slipstream.run_spec.states import RunState
+
+_COUNT = within(int, 0, 1e9, "number of lines")
+_SECONDS = within(float, 0, 1e9, "number of seconds")
 
 HANDLERS = {
     "create": "create:create",
@@ -28,7 +31,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_create(actions)
     ls = actions.add_parser("ls", help="list the runs")
-    ls.add_argument("--state", type=str.upper, choices=list(RunState), metavar="STATE", help="only runs in this state")
+    ls.add_argument(
+        "--state",
+        type=str.upper,
+        choices=[str(state) for state in RunState],
+        metavar="STATE",
+        help="only runs in this state",
+    )
     get = _add_action(actions, "get", "one run: state, progress, conditions, history")
     get.add_argument("--spec", action="store_true", help="print its definition instead, as a recipe")
     _add_every(_add_action(actions, "watch", "follow a run until it rests; Ctrl-C leaves it alone"))
@@ -38,7 +47,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ):
         lines = _add_action(actions, name, summary)
         lines.add_argument("-f", "--follow", action="store_true", help=f"go on with what comes, until {end}")
-        lines.add_argument("--tail", type=_count, metavar="N", help="only the last N; default: all there are")
+        lines.add_argument("--tail", type=_COUNT, metavar="N", help="only the last N; default: all there are")
     for name, summary in (
         ("pause", "save and hold; the trainer stays"),
         ("resume", "go on, from the last checkpoint where nothing runs"),
@@ -47,7 +56,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         verb = _add_action(actions, name, summary)
         verb.add_argument("--wait", action="store_true", help="until it is so")
         verb.add_argument(
-            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="of --wait; default: %(default)g"
+            "--timeout", type=_SECONDS, default=300.0, metavar="SECONDS", help="of --wait; default: %(default)g"
         )
     _add_action(actions, "delete", "forget a run that is at rest; its files stay")
     for action in actions.choices.values():
@@ -87,22 +96,8 @@ def _add_action(
 def _add_every(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every",
-        type=_seconds,
+        type=_SECONDS,
         default=10.0,
         metavar="SECONDS",
         help="between lines of progress where the output is no terminal; default: %(default)g",
     )
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value

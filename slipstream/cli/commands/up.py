@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from slipstream.flag_values import within
+
 _DESCRIPTION = """
 Brings up what the home's stack.json says: after everything was killed, `slipstream up` goes on where it was, runs
 included. A RECIPE, --model or --set makes a new stack; in a home without one, the demo's model is served.
@@ -24,7 +26,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--home", type=Path, metavar="DIR", help="default: $SLIPSTREAM_HOME, else ~/.slipstream")
     parser.add_argument("--listen", metavar="HOST:PORT", help="of the control API; default: 127.0.0.1:8080")
     parser.add_argument("--target-listen", metavar="HOST:PORT", help="default: 127.0.0.1:50051")
-    parser.add_argument("--trainers", type=_count, metavar="N", help="default: one for each GPU beside the target's")
+    parser.add_argument(
+        "--trainers",
+        type=within(int, 0, 1000, "number of trainers"),
+        metavar="N",
+        help="default: one for each GPU beside the target's",
+    )
     parser.add_argument(
         "--devices", metavar="LIST", help="the target's: cpu, cuda:N, or an engine on each of cuda:0,cuda:1; default: "
         "the first GPU"
@@ -32,7 +39,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     # As it was called once.
     parser.add_argument("--target-device", dest="devices", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--tensor-parallel", type=_ranks, metavar="K", help="of --devices that share the target's layers; default: 1"
+        "--tensor-parallel",
+        type=within(int, 1, 1000, "number of devices"),
+        metavar="K",
+        help="of --devices that share the target's layers; default: 1",
     )
     parser.add_argument("--trainer-devices", type=_devices, default=(), metavar="DEVICE,…", help="one trainer on each")
     parser.add_argument("--no-target", action="store_true", help="no target server: register others' by REST")
@@ -44,20 +54,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token; default: $SLIPSTREAM_TOKEN")
     parser.add_argument("-d", "--detach", action="store_true", help="return once everything is ready")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="default: text")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of trainers")
-    return value
-
-
-def _ranks(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of devices")
-    return value
 
 
 def _devices(text: str) -> tuple[str, ...]:

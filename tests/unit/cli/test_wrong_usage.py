@@ -1,0 +1,58 @@
+"""What a stranger types wrong is refused at once, in words that name neither our functions nor our REST paths."""
+
+from pathlib import Path
+
+import pytest
+
+from control_api.cli import serve
+from drafter_trainer.cli import build_parser
+from slipstream.errors import SlipstreamError
+from slipstream.packaged_model import given_model
+from slipstream.run_spec.reasons import Reason
+from tests.fakes.control_plane import Desk
+from tests.unit.cli.conftest import Command
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run ls --state x", "PENDING"),
+        ("run logs a --tail many", "'many' is no number of lines from 0 to 1,000,000,000"),
+        ("run pause a --timeout nan", "'nan' is no number of seconds from 0 to"),
+        ("run pause a --timeout inf", "'inf' is no number of seconds from 0 to"),
+        ("up --trainers x", "'x' is no number of trainers from 0 to 1,000"),
+        ("up --tensor-parallel 0", "'0' is no number of devices from 1 to 1,000"),
+        ("up --devices cpu,cuda:0", "--devices cpu,cuda:0 names GPUs and CPUs."),
+        ("up --model ./no-such.gguf", "--model ./no-such.gguf does not exist."),
+        ("demo --model /no/such", "--model /no/such does not exist."),
+    ],
+)
+def test_values_of_flags(slipstream: Command, words: str, says: str) -> None:
+    answer = slipstream(*words.split())
+    assert answer.status in (2, 3) and says in answer.err and "RunState" not in answer.err
+
+
+def test_values_of_flags_of_the_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve(["--grace-seconds", "x"])
+    for flags in (["--jobs", "x"], ["--temperatures", "0,x"]):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["eval", "run", *flags])
+    said = capsys.readouterr().err
+    for words in ("'x' is no number of seconds from 0.001 to", "x is not a positive number", "0,x: a temperature is a"):
+        assert words in said
+    assert " invalid _" not in said
+
+
+def test_no_target_is_registered(desk: Desk, slipstream: Command) -> None:
+    answer = slipstream("run", "create", "demo-smollm2-135m")
+    assert answer.status == 13
+    assert answer.err.startswith("error: No target is registered.\n  remedy: `slipstream up` brings one up; ")
+    assert "/v1/" not in answer.err
+
+
+def test_a_model_is_a_path_that_is_there_or_the_name_of_a_hub(tmp_path: Path) -> None:
+    assert given_model("owner/name") == "owner/name" and given_model(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(SlipstreamError) as refused:
+        given_model(str(tmp_path / "none"))
+    assert refused.value.reason is Reason.MODEL_INVALID and refused.value.exit_code == 3
