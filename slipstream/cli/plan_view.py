@@ -24,7 +24,7 @@ def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_spee
     print("\nKept for the backward, all layers, MiB:")
     _print_activations(plan.sizes)
     print("\nTime, wire and disk:")
-    print_fields(_cost_fields(plan, assumed_speed=assumed_speed))
+    print_fields(_cost_fields(plan, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
     print("\nWhat fits:")
     _print_cards(plan)
 
@@ -114,6 +114,26 @@ def _cost_fields(plan: RunPlan, *, assumed_speed: bool) -> dict[str, str]:
     }
 
 
+def _heldout_fields(spec: RunSpec, plan: RunPlan) -> dict[str, str]:
+    if spec.eval.heldout is None:
+        return {}
+    found = plan.heldout
+    if found is None:
+        how = "`slipstream data regenerate RECIPE --heldout` makes it"
+        return {"held-out": f"{spec.eval.heldout} is not here, so its packs and their time are not known; {how}"}
+    total = found.total_seconds
+    in_run = "" if total is None else f"; {found.measurements:,} in the run, {_seconds(total)}"
+    return {
+        "held-out": f"{_counted(found.answers, 'answer')}, {found.tokens:,} tokens in {_counted(found.packs, 'pack')}: "
+        f"read once, {gib(found.host_bytes)} of host memory",
+        "a measurement": f"{_counted(found.forwards, 'forward')}, {_seconds(found.seconds)}{in_run}",
+    }
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _length(cost: CostPlan) -> str:
     if cost.total_steps is None:
         return "as long as the data lasts: train.epochs decides"
@@ -121,6 +141,8 @@ def _length(cost: CostPlan) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 60:
+        return duration(seconds)
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

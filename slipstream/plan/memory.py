@@ -4,7 +4,7 @@ A part is held from the start (frozen weights, masters, optimizer, packs) or wit
 mark of a phase is what is held then plus what the phase adds; the plan's peak is the highest of them, with what lies
 outside the allocator and what it loses between its blocks.
 
-    forward → loss → backward → optimizer
+    forward → loss → backward → optimizer        and, where held-out acceptance is measured between steps: measurement
 
 Activations: what a compiled layer keeps for its backward is what its products read or give, in the compute precision;
 norms, rotary embedding, activation and residual sums are computed again. A compiled backward gives them back layer by
@@ -87,6 +87,12 @@ def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
         },
         "optimizer": {"gradients as computed": 0 if sizes.sums_gradients else computed, "update": update_bytes(sizes)},
     }
+    if sizes.measures:
+        phases["measurement"] = measuring_parts(sizes, device_bytes)
+        if sizes.cuda_graphs:
+            # A recorded step keeps what it computes in; measuring is not recorded, and has memory of its own.
+            recorded = max(sum(parts.values()) for phase, parts in phases.items() if phase != "measurement")
+            phases["measurement"]["recorded step"] = recorded
     held = held_parts(sizes)
     worst = sum(held.values()) + max(sum(parts.values()) for parts in phases.values())
     outside = {"CUDA context": OUTSIDE_ALLOCATOR, "allocator slack": slack_bytes(worst)}
@@ -164,6 +170,20 @@ def backward_intermediates(sizes: RunSizes) -> int:
         3 * sizes.intermediate_size, 3 * sizes.query_width + 4 * sizes.key_width * sizes.keys // sizes.block_rows
     )
     return sizes.block_rows * (widest + 2 * sizes.hidden_size) * sizes.compute_bytes
+
+
+def measuring_parts(sizes: RunSizes, device_bytes: int) -> dict[str, int]:
+    """A forward that keeps nothing for a backward, and the logits of a chunk; by part."""
+    wide, rows, hidden = sizes.compute_bytes, sizes.block_rows, sizes.hidden_size
+    of_context = (sizes.num_features + 2) * hidden + 2 * sizes.num_layers * sizes.key_width
+    of_layers = sum(_one_layer(sizes).values()) + layer_intermediates(sizes)
+    chunk = chunk_blocks(sizes, device_bytes) * (sizes.block_size - 1)
+    return {
+        "held-out pack": sizes.measured_pack_bytes,
+        "activations": (sizes.pack_tokens * of_context + rows * hidden) * wide + of_layers,
+        "hidden states": rows * hidden * wide,
+        "logits": chunk * sizes.vocab_size * wide,
+    }
 
 
 def used_bytes_per_logit(sizes: RunSizes) -> int:

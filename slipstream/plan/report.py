@@ -1,11 +1,12 @@
 """A whole plan: memory, cost and fits of a run, from a recipe and the sizes of its target."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from slipstream.plan.cost import CostPlan, plan_cost, step_flop
+from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops
+from slipstream.plan.heldout import HeldoutCost, heldout_cost, read_answers
 from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
 from slipstream.plan.search import Fit, nearest_fit, single_fits
 from slipstream.plan.sizes import RunSizes, TargetSizes
@@ -38,6 +39,8 @@ class RunPlan:
     memory: MemoryPlan
     cost: CostPlan
     tflops: float
+    heldout: HeldoutCost | None
+    """None where nothing is measured, or where the file of the answers is not on this machine."""
     cards: tuple[CardFit, ...]
 
 
@@ -51,16 +54,24 @@ def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None
         tflops: what the trainer achieves there; None: the assumed share of the card's peak.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, sizes that do not go together.
+        SlipstreamError: SPEC_INVALID, sizes that do not go together; DATA_INVALID, held-out answers of no use.
     """
     sizes = RunSizes.of(spec, target)
+    answers = read_answers(spec)
+    if answers is not None:
+        sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
     reached = tflops or assumed_tflops(sizes, card)
+    measuring = None
+    if answers is not None:
+        seconds = forward_flop(sizes) / (reached * 1e12)
+        measuring = heldout_cost(spec, sizes, answers, forward_seconds=seconds, total_steps=total_steps(spec))
     return RunPlan(
         sizes=sizes,
         card=card,
         memory=plan_memory(sizes, card.memory_bytes),
         cost=_cost(spec, sizes, reached),
         tflops=reached,
+        heldout=measuring,
         cards=tuple(_card_fit(spec, sizes, gpu) for gpu in GPUS),
     )
 
@@ -108,6 +119,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "wire": {"bytes_per_pack": plan.cost.wire_bytes_per_pack, "bytes_per_second": plan.cost.wire_bytes_per_second},
         "disk": {"checkpoint_bytes": plan.cost.checkpoint_bytes, "kept_bytes": plan.cost.disk_bytes},
         "host": {"page_locked_bytes": plan.cost.host_bytes},
+        "heldout": None
+        if plan.heldout is None
+        else asdict(plan.heldout) | {"total_seconds": plan.heldout.total_seconds},
         "fits": fits(plan),
         "nearest_settings": None if nearest is None else list(nearest.settings),
         "settings_enough_alone": [list(fit.settings) for fit in alone],

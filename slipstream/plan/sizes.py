@@ -70,6 +70,8 @@ class RunSizes:
     """A pack that is to hold the longest document cannot be shorter."""
     layers_are_named: bool = False
     """The recipe says of every layer what it is: it cannot have fewer without other changes."""
+    measures: bool = False
+    """Held-out acceptance is measured between steps."""
 
     @property
     def block_rows(self) -> int:
@@ -126,7 +128,14 @@ class RunSizes:
     @property
     def pack_bytes(self) -> int:
         """Of a pack as a step reads it: ids, mask, positions, hidden states."""
-        states = self.num_features + self.needs_target_distribution
+        return self._pack_bytes(self.num_features + self.needs_target_distribution)
+
+    @property
+    def measured_pack_bytes(self) -> int:
+        """Of a pack of held-out answers: the target's distribution is not asked for."""
+        return self._pack_bytes(self.num_features)
+
+    def _pack_bytes(self, states: int) -> int:
         rows = 3 * 4 + 1
         return self.pack_tokens * (states * self.hidden_size * self.wire_bytes + rows)
 
@@ -178,6 +187,7 @@ class RunSizes:
             chunk_rows=spec.loss.chunk_rows,
             least_pack_tokens=spec.data.max_document_tokens or TILE,
             layers_are_named=drafter.layer_types is not None,
+            measures=spec.eval.heldout is not None,
         )
         return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
 

@@ -78,6 +78,22 @@ def test_programs_get_the_same(recipe: str, capsys: pytest.CaptureFixture[str]) 
     assert [card["name"] for card in plan["cards"] if card["fits"]][-1] == "B200"
 
 
+def test_held_out_measuring_is_priced_where_the_answers_are(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "heldout.jsonl"
+    measured = (recipe, "--memory", "80GiB", "--tflops", "500", "--set", f"eval.heldout={answers}")
+    assert planned(*measured) == 0
+    assert f"{answers} is not here" in capsys.readouterr().out
+    answers.write_text(json.dumps({"input_ids": [5] * 40, "loss_mask": [0] * 8 + [1] * 32}) + "\n")
+    assert planned(*measured) == 0
+    shown = capsys.readouterr().out
+    assert "1 answers" not in shown and "1 answer, 40 tokens in 1 pack: read once, 160 MiB of host memory" in shown
+    assert "1 forward, " in shown and "; 2 in the run, " in shown and "measurement" in shown
+    plan = planned_as_json(capsys, *measured)
+    assert plan["heldout"]["forwards"] == 1 and plan["heldout"]["measurements"] == 2
+
+
 def test_what_does_not_fit_is_refused_with_settings_that_do(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SlipstreamError) as refused:
         planned(recipe, "--memory", "16GiB")
