@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engine_times import DeviceTimes, EngineTimes
 from benchmarks.random_target import build_tokenizer, random_model, write_documents
 from benchmarks.target_workload import BATCH_DOCUMENTS, PACK_TOKENS, SHAPES, Shape, real_batches, real_packs
-from benchmarks.times_since import TimesSince
 from slipstream.child_processes import child_process
 from slipstream.telemetry.logs import configure_logging
 
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SHAPES, required=True)
     parser.add_argument("--compile", choices=("true", "false"), default="false")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--subscriber-device", default="cuda", help="of what `serve` is read by")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     # The parent starts its children with signals held, and a server ends by one.
@@ -201,10 +202,20 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
         server = TargetServer(settings)
         documents = write_documents(shape, Path(directory) / "documents.jsonl")
         output, counting = Path(directory) / "subscriber.json", Path(directory) / "counting"
-        command = [sys.executable, "-m", "benchmarks.feeder_worker", "--size", args.size, "--device", args.device]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.feeder_worker",
+            "--size",
+            args.size,
+            "--device",
+            args.subscriber_device,
+        ]
         command += ["--address", str(server.address), "--data", str(documents)]
         command += ["--counting", str(counting), "--output", str(output)]
-        engine = EngineTimes(server, counting)
+        engine, gpu = EngineTimes(server, counting), DeviceTimes()
+        if args.device != "cpu":
+            gpu.watch()
         subscriber = threading.Thread(target=run_subscriber, args=(command, loaded, ended, engine.look), daemon=True)
         subscriber.start()
         try:
@@ -216,25 +227,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
         if not output.exists():
             raise SystemExit("the subscriber failed")
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return answer | {"forward": alone, "engine_ms": engine.milliseconds}
-
-
-class EngineTimes:
-    """Milliseconds per pack of the engine's phases while the subscriber counts its packs."""
-
-    def __init__(self, server: Any, counting: Path) -> None:
-        """`counting`: the file that is there meanwhile."""
-        self._server, self._counting = server, counting
-        self._since: TimesSince | None = None
-        self.milliseconds: dict[str, float] = {}
-
-    def look(self) -> None:
-        """To be called again and again."""
-        if not self._counting.exists():
-            return
-        if self._since is None:
-            self._since = TimesSince(self._server._served.producer.times)
-        self.milliseconds = self._since.milliseconds()
+    return answer | {"forward": alone, "engine_ms": engine.milliseconds, "gpu_ms": gpu.milliseconds()}
 
 
 def run_subscriber(
@@ -247,7 +240,6 @@ def run_subscriber(
     loaded.wait()
     if ended.is_set():
         return
-    # On the server's own GPU, where packs cost bandwidth as those of any trainer do.
     with child_process(command) as process:
         while process.poll() is None and not ended.wait(WATCH_SECONDS):
             look()
