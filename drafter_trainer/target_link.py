@@ -63,15 +63,20 @@ class WaitNotice:
         self._address = address
         self._agent = agent
         self._clock = clock
-        self._reason: Reason | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Reason] = {}
+        """By thread: a target that cannot take one's commit may still give the other packs."""
         self._said = 0.0
 
     def __call__(self, reason: Reason, _seconds: float) -> None:
         """For TargetClient's `on_wait`."""
         now = self._clock()
-        if reason is self._reason and now - self._said < _SAY_AGAIN_SECONDS:
-            return
-        self._reason, self._said = reason, now
+        with self._lock:
+            is_news = reason not in self._waiting.values() or now - self._said >= _SAY_AGAIN_SECONDS
+            self._waiting[threading.get_ident()] = reason
+            if not is_news:
+                return
+            self._said = now
         self._agent.waits_for_target(reason)
         log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
 
@@ -80,11 +85,12 @@ class WaitNotice:
         self._agent.reads_over(transport)
 
     def over(self) -> None:
-        """The target has answered: the next wait is news again."""
-        if self._reason is not None:
-            log_event(_log, "info", "target_is_back", address=self._address)
-            self._agent.waits_for_target(None)
-        self._reason = None
+        """The target has answered this thread; once no other one waits, the next wait is news again."""
+        with self._lock:
+            if self._waiting.pop(threading.get_ident(), None) is None or self._waiting:
+                return
+        log_event(_log, "info", "target_is_back", address=self._address)
+        self._agent.waits_for_target(None)
 
 
 class TargetLink:
@@ -291,8 +297,10 @@ class TargetLink:
                         raise
                     # The server came back without its ledger, or with an older one: its host had a power cut. The
                     # feeder subscribes and seeks anew, past this step.
+                    self._notice.over()
                     self._must_rejoin = True
                     return
+                self._notice.over()
                 self._next_commit = each + 1
                 self._note_quarantined(response.quarantined_sequence_numbers)
 
@@ -334,6 +342,7 @@ class TargetLink:
                 max_epochs=spec.train.epochs or 0,
             )
         )
+        self._notice.over()
         if expected_stream and opened.stream != expected_stream:
             raise SlipstreamError(
                 f"The data of run {spec.name} changed: its checkpoint was trained on {expected_stream}, the recipe now "
@@ -356,6 +365,7 @@ class TargetLink:
                 first_sequence_number=self.first_sequence_number,
             )
         )
+        self._notice.over()
         with self._owning:
             self._run.claim(response.incarnation, self._trainer)
             self._incarnation = response.incarnation

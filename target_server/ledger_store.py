@@ -10,6 +10,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
 from target_server.subscription import SkippedSteps, Start, SubscriptionRecord, SubscriptionTerms
 
 SCHEMA_VERSION = 1
@@ -59,9 +61,17 @@ CREATE TABLE commits (
 
 _COMMIT = "INSERT OR IGNORE INTO commits VALUES (?, ?, ?, ?, ?, ?)"
 
+_SECONDS_TO_OPEN = 5.0
+"""For which another program may hold a lock on the file while the server starts."""
+_PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR")
+"""How the names of errors begin that somebody can mend while the server runs; a quota that is used up is an IOERR."""
+
+_log = logging.getLogger(__name__)
+
 
 class LedgerStore:
-    """The open file. Used under the ledger's lock only.
+    """The open file. Used under the ledger's lock only, so it never waits: for another program's lock, or for room on
+    the disk, the caller of the call that had to write waits, and comes again. Calls that write nothing go on.
 
     What was written survives the death of the process. Subscriptions and seeks also survive a power cut; of the commits
     since the last of those, a power cut may take the newest, which the next seek of their run makes good.
@@ -75,6 +85,8 @@ class LedgerStore:
                 not writable; DISK_FULL.
         """
         self.path = path
+        self._refused: set[str] = set()
+        """Subscriptions that something could not be written for, since something was written last."""
         with _in_words(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _lock(path)
@@ -86,12 +98,13 @@ class LedgerStore:
 
     def _open(self) -> sqlite3.Connection:
         # One connection for all threads: the ledger's lock keeps them apart.
-        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=_SECONDS_TO_OPEN)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             # A full sync costs a trainer milliseconds in every step, and all runs wait for it in turn.
             connection.execute("PRAGMA synchronous = NORMAL")
             check_schema(connection, self.path, create=True)
+            connection.execute("PRAGMA busy_timeout = 0")
         except BaseException:
             connection.close()
             raise
@@ -99,14 +112,15 @@ class LedgerStore:
 
     def subscriptions(self) -> list[SubscriptionRecord]:
         """Everything that was saved, closed subscriptions too."""
-        with _in_words(self.path):
-            cursor = self._connection.execute("SELECT * FROM subscriptions ORDER BY name")
-            columns = [column[0] for column in cursor.description]
-            return [_record(dict(zip(columns, row, strict=True))) for row in cursor]
+        return self._select("ORDER BY name")
 
     def save(self, record: SubscriptionRecord) -> None:
-        """Write the record as it is now."""
-        with _in_words(self.path), self._transaction(synced=True):
+        """Write the record as it is now.
+
+        Raises:
+            SlipstreamError: LEDGER_UNWRITABLE: not now, for want of room or because another program holds a lock.
+        """
+        with self._writing(record.name, synced=True):
             self._save(record)
 
     def seek(self, record: SubscriptionRecord, before: SubscriptionRecord, skipped: SkippedSteps) -> None:
@@ -116,6 +130,9 @@ class LedgerStore:
             record: as it is after the seek.
             before: as it was.
             skipped: steps, with their packs, that count as committed by the incarnation before.
+
+        Raises:
+            SlipstreamError: LEDGER_UNWRITABLE.
         """
         row = (
             record.name,
@@ -124,14 +141,18 @@ class LedgerStore:
             record.first_sequence_number,
             record.terms.packs_per_step,
         )
-        with _in_words(self.path), self._transaction(synced=True):
+        with self._writing(record.name, synced=True):
             self._connection.executemany(_COMMIT, (_commit_row(before, *each) for each in skipped))
             self._save(record)
             self._connection.execute("INSERT OR REPLACE INTO incarnations VALUES (?, ?, ?, ?, ?)", row)
 
     def commit(self, record: SubscriptionRecord, step: int, packs: range) -> None:
-        """Write that `step` of the present incarnation trained `packs`, except those quarantined. Idempotent."""
-        with _in_words(self.path), self._transaction(synced=False):
+        """Write that `step` of the present incarnation trained `packs`, except those quarantined. Idempotent.
+
+        Raises:
+            SlipstreamError: LEDGER_UNWRITABLE.
+        """
+        with self._writing(record.name, synced=False):
             self._connection.execute(_COMMIT, _commit_row(record, step, packs))
             self._connection.execute(
                 "UPDATE subscriptions SET next_step = max(next_step, ?) WHERE name = ?", (step + 1, record.name)
@@ -162,6 +183,29 @@ class LedgerStore:
         names = ", ".join(row)
         values = ", ".join(f":{name}" for name in row)
         self._connection.execute(f"INSERT OR REPLACE INTO subscriptions ({names}) VALUES ({values})", row)
+
+    def _select(self, which: str, *values: str) -> list[SubscriptionRecord]:
+        with _in_words(self.path, serving=True):
+            cursor = self._connection.execute(f"SELECT * FROM subscriptions {which}", values)
+            columns = [column[0] for column in cursor.description]
+            return [_record(dict(zip(columns, row, strict=True))) for row in cursor]
+
+    @contextlib.contextmanager
+    def _writing(self, name: str, *, synced: bool) -> Iterator[None]:
+        """A transaction for a subscription. The log says who has to wait and why, once, and when it is over."""
+        try:
+            with _in_words(self.path, serving=True), self._transaction(synced=synced):
+                yield
+        except SlipstreamError as error:
+            if error.reason is Reason.LEDGER_UNWRITABLE and name not in self._refused:
+                self._refused.add(name)
+                log_event(
+                    _log, "warning", "ledger_not_written", subscription=name, why=error.message, then=error.remedy
+                )
+            raise
+        if self._refused:
+            log_event(_log, "info", "ledger_written_again", refused_meanwhile=sorted(self._refused))
+            self._refused.clear()
 
     @contextlib.contextmanager
     def _transaction(self, *, synced: bool) -> Iterator[None]:
@@ -236,12 +280,18 @@ def _lock(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _in_words(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the operating system say into an error for a person."""
+def _in_words(path: Path, *, serving: bool = False) -> Iterator[None]:
+    """Turn what SQLite and the operating system say into an error for a person.
+
+    `serving`: runs depend on the file, so what may pass is no reason to end one.
+    """
     try:
         yield
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_FULL"):
+        name = getattr(error, "sqlite_errorname", "")
+        if serving and name.startswith(_PASSING):
+            raise _not_now(path, name, error) from error
+        if name.startswith("SQLITE_FULL"):
             raise SlipstreamError(
                 f"The disk that holds the ledger {path} is full.",
                 reason=Reason.DISK_FULL,
@@ -255,6 +305,19 @@ def _in_words(path: Path) -> Iterator[None]:
         raise _unsupported(
             f"The ledger {path} cannot be used: {error.strerror}.", "Name a writable file with --ledger."
         ) from error
+
+
+def _not_now(path: Path, name: str, error: sqlite3.Error) -> SlipstreamError:
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        what = f"Another program holds a lock on the ledger {path} ({error})."
+        remedy = f"End it; `fuser {path}` names it, beside this server. Nothing is lost: who waits asks again."
+    elif name.startswith("SQLITE_FULL"):
+        what = f"The disk that holds the ledger {path} is full."
+        remedy = "Free some space there. Nothing is lost: who waits asks again."
+    else:
+        what = f"The ledger {path} cannot be read or written: {error} ({name})."
+        remedy = "Look at its disk and at the quota of the server's user. Nothing is lost: who waits asks again."
+    return SlipstreamError(what, reason=Reason.LEDGER_UNWRITABLE, remedy=remedy)
 
 
 def _unsupported(message: str, remedy: str) -> SlipstreamError:

@@ -67,15 +67,25 @@ def _drain(args: argparse.Namespace, client: TargetClient) -> str:
 
 @contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[TargetClient]:
-    """Other than a trainer, an operator is told at once that the server does not answer."""
+    """Other than a trainer, an operator is told at once that the server does not answer, or cannot do it now."""
     stop = threading.Event()
-    client = TargetClient(
-        args.address, token=read_token(args.token_file), on_wait=lambda _reason, _seconds: stop.set(), stop=stop
-    )
+    waits: list[Reason] = []
+
+    def give_up(reason: Reason, _seconds: float) -> None:
+        waits.append(reason)
+        stop.set()
+
+    client = TargetClient(args.address, token=read_token(args.token_file), on_wait=give_up, stop=stop)
     with client:
         try:
             yield client
         except WaitInterruptedError as error:
+            if waits[:1] == [Reason.LEDGER_UNWRITABLE]:
+                raise SlipstreamError(
+                    f"The target server at {args.address} cannot write its ledger now: nothing was changed.",
+                    reason=Reason.LEDGER_UNWRITABLE,
+                    remedy="Its log says why (a full disk, or another program's lock): mend that, then try again.",
+                ) from error
             raise SlipstreamError(
                 f"The target server at {args.address} does not answer.",
                 reason=Reason.TARGET_UNREACHABLE,

@@ -20,6 +20,7 @@ _PASSING = frozenset(
         Reason.INTERNAL,
         Reason.LEASE_LOST,
         Reason.LEASE_QUOTA_EXCEEDED,
+        Reason.LEDGER_UNWRITABLE,
         Reason.NOT_READY,
         Reason.PAYLOAD_CORRUPT,
         Reason.SUBSCRIPTION_UNKNOWN,

@@ -48,7 +48,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 """For `grpc.server(options=…)`; keepalive agrees with CHANNEL_OPTIONS."""
 
 RETRIED_REASONS = frozenset(
-    {Reason.TARGET_UNREACHABLE, Reason.TARGET_LOADING, Reason.TARGET_DRAINING, Reason.LEASE_QUOTA_EXCEEDED}
+    {
+        Reason.TARGET_UNREACHABLE,
+        Reason.TARGET_LOADING,
+        Reason.TARGET_DRAINING,
+        Reason.LEDGER_UNWRITABLE,
+        Reason.LEASE_QUOTA_EXCEEDED,
+    }
 )
 """Failures that waiting mends: the call is made again, although an answer may have been lost.
 
@@ -93,9 +99,9 @@ class Backoff:
 class TargetClient:
     """Calls one target server.
 
-    Every method sends one request and returns its response. While the target is unreachable, loading or draining, a
-    call waits and tries again for ever; `stop` ends the wait with WaitInterruptedError. Every other refusal is raised
-    as the SlipstreamError the server raised. Threads may share a client.
+    Every method sends one request and returns its response. While the target is unreachable, loading or draining, or
+    cannot write its ledger, a call waits and tries again for ever; `stop` ends the wait with WaitInterruptedError.
+    Every other refusal is raised as the SlipstreamError the server raised. Threads may share a client.
 
     Calls that may take minutes (to open or seek a subscription) are not begun once `stop` is set, and `interrupt` ends
     those in flight. All others are tried once even then: a trainer that leaves still commits and gives leases back.

@@ -43,12 +43,18 @@ STATUS_CODES: Mapping[Reason, grpc.StatusCode] = MappingProxyType(
         Reason.DISK_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.TARGET_LOADING: grpc.StatusCode.UNAVAILABLE,
         Reason.TARGET_DRAINING: grpc.StatusCode.UNAVAILABLE,
+        Reason.LEDGER_UNWRITABLE: grpc.StatusCode.UNAVAILABLE,
         Reason.PAYLOAD_CORRUPT: grpc.StatusCode.DATA_LOSS,
     }
 )
 """Status code of every reason a target server refuses with; any other is INTERNAL."""
 
-_RETRY_SECONDS = {Reason.LEASE_QUOTA_EXCEEDED: 0.5, Reason.TARGET_LOADING: 1.0, Reason.TARGET_DRAINING: 2.0}
+_RETRY_SECONDS = {
+    Reason.LEASE_QUOTA_EXCEEDED: 0.5,
+    Reason.LEDGER_UNWRITABLE: 0.5,
+    Reason.TARGET_LOADING: 1.0,
+    Reason.TARGET_DRAINING: 2.0,
+}
 
 # Reasons for a status that no Slipstream server wrote: the transport, a proxy, a server of another version.
 _REASONS_OF_BARE_CODES = {

@@ -37,6 +37,34 @@ def terms(
     return SubscriptionTerms(run=run, **(fields | changes))  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def full_disk(store: LedgerStore) -> Iterator[None]:
+    """There is no room for any row, as on a full disk. Enter and leave it under the ledger's lock, where one is."""
+    connection = store._connection
+    tables = ("subscriptions", "incarnations", "commits")
+    connection.execute("CREATE TABLE filler (x)")
+    for table in tables:
+        large = "INSERT INTO filler VALUES (zeroblob(1000000))"
+        connection.execute(f"CREATE TEMP TRIGGER full_{table} BEFORE INSERT ON main.{table} BEGIN {large}; END")
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    yield
+    for table in tables:
+        connection.execute(f"DROP TRIGGER full_{table}")
+    connection.execute(f"PRAGMA max_page_count = {2**30}")
+    connection.execute("DROP TABLE filler")
+
+
+@contextlib.contextmanager
+def locked_by_another_program(store: LedgerStore) -> Iterator[None]:
+    """Somebody has begun to write into the file, and does not end."""
+    blocker = sqlite3.connect(store.path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    yield
+    blocker.execute("ROLLBACK")
+    blocker.close()
+
+
 class LedgerDesk:
     """One stream of `num_packs` packs on a shelf of `num_slots` slots."""
 
@@ -100,15 +128,9 @@ class LedgerDesk:
         self.computed += computed
         return computed
 
-    @contextlib.contextmanager
-    def unwritable(self) -> Iterator[None]:
+    def unwritable(self) -> contextlib.AbstractContextManager[None]:
         """Nothing can be written into the file."""
-        self.store._connection.execute("PRAGMA busy_timeout = 1")
-        blocker = sqlite3.connect(self.store.path, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        yield
-        blocker.execute("ROLLBACK")
-        blocker.close()
+        return locked_by_another_program(self.store)
 
     def pass_time(self, seconds: float) -> None:
         """Move the clock."""

@@ -41,6 +41,22 @@ def test_news_and_the_hang_up() -> None:
     line.joined(4, 9)  # to nobody
 
 
+def test_a_commit_that_waits_is_not_over_because_packs_still_come() -> None:
+    agent, child = socket.socketpair()
+    notice = WaitNotice("h:1", AgentLine(child.detach()))
+    notice(Reason.LEDGER_UNWRITABLE, 0.1)
+    feeder = threading.Thread(target=lambda: (notice(Reason.TARGET_LOADING, 0.1), notice.over()))
+    feeder.start()
+    feeder.join(30)
+    notice(Reason.LEDGER_UNWRITABLE, 0.1)
+    notice.over()
+    notice.greeted("shm")
+    with agent.makefile("r") as news:
+        told = [json.loads(news.readline()) for _ in range(4)]
+    waits = [Reason.LEDGER_UNWRITABLE, Reason.TARGET_LOADING, None]
+    assert told == [*({"waits_for_target": reason} for reason in waits), {"transport": "shm"}]
+
+
 def test_the_trainer_tells_when_it_waits_for_its_target() -> None:
     agent, child = socket.socketpair()
     notice = WaitNotice("h:1", AgentLine(child.detach()))

@@ -1,22 +1,74 @@
 """What may go wrong around the ledger: a disk that takes nothing, time that passes meanwhile, shelves that go away."""
 
 import tracemalloc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.wire.status import encode_error
 from target_server.lease_book import DeliveryState
+from target_server.ledger_store import LedgerStore
 from target_server.lineage import lineage_report
 from target_server.shelf import PackFacts, Shelf
 from target_server.subscription import Start
-from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
+from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, full_disk, locked_by_another_program, terms
 
 
 def reopened(desk: LedgerDesk) -> LedgerDesk:
     """The desk of the next server process, on the same file."""
     desk.close()
     return LedgerDesk(desk.store.path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(full_disk, "disk .* is full"), (locked_by_another_program, "holds a lock.*database is locked")],
+)
+def test_who_must_write_is_sent_away_to_come_again_and_nobody_else_notices(
+    desk: LedgerDesk,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[LedgerStore], AbstractContextManager[None]],
+    words: str,
+) -> None:
+    name, incarnation = desk.join("a")
+    other = desk.join("b")
+    assert desk.get(name, incarnation) == [0]
+    calls = (
+        lambda: desk.ledger.commit(name, incarnation, 0),
+        lambda: desk.seek(name, 1),
+        lambda: desk.control.pause(name),
+        lambda: desk.open("c"),
+    )
+    with fault(desk.store), caplog.at_level("INFO"):
+        for call in calls * 2:
+            with pytest.raises(SlipstreamError, match=words) as caught:
+                call()
+            assert caught.value.reason is Reason.LEDGER_UNWRITABLE and caught.value.remedy
+            assert encode_error(caught.value).code.name == "UNAVAILABLE", "the client waits, and asks again"
+        assert desk.get(*other) == [0] and desk.get(*other) == [1]
+    fields = [getattr(record, "slipstream_fields", {}) for record in caplog.records]
+    assert [each["subscription"] for each in fields] == [name, "subscriptions/c"], "once each, although all came twice"
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        desk.ledger.commit(name, incarnation, 0)
+        desk.ledger.commit(*other, 0)
+    (again,) = [record for record in caplog.records if record.message == "ledger_written_again"]
+    assert again.slipstream_fields == {"refused_meanwhile": [name, "subscriptions/c"]}
+    desk.ledger.commit(*other, 1)
+    reports = [lineage_report(desk.store.path, run) for run in ("a", "b")]
+    assert [(report.exactly_once, report.packs_counted) for report in reports] == [(True, 1), (True, 2)]
+
+
+def test_what_nobody_can_mend_is_no_reason_to_wait(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.get(name, incarnation)
+    desk.store._connection.execute("DROP TABLE commits")
+    with pytest.raises(SlipstreamError, match="no such table") as caught:
+        desk.ledger.commit(name, incarnation, 0)
+    assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
 
 
 def test_a_quarantine_that_cannot_be_written_ends_no_engine(desk: LedgerDesk, caplog: pytest.LogCaptureFixture) -> None:
@@ -27,7 +79,8 @@ def test_a_quarantine_that_cannot_be_written_ends_no_engine(desk: LedgerDesk, ca
     assert work is not None
     with desk.unwritable(), caplog.at_level("WARNING"):
         desk.queue.quarantine(work, ("c17",))
-    assert {record.message for record in caplog.records} == {"quarantine_not_saved", "pack_quarantined"}
+    said = {record.message for record in caplog.records}
+    assert said == {"ledger_not_written", "quarantine_not_saved", "pack_quarantined"}
     assert desk.ask(name, incarnation).quarantined == (0,)
     desk.ledger.commit(name, incarnation, 0)
     assert desk.get(name, incarnation) == [1]

@@ -193,27 +193,3 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     refused(tmp_path / "file" / "ledger.sqlite", "cannot be used")
     (tmp_path / "directory").mkdir()
     refused(tmp_path / "directory", "unable to open")
-
-
-def test_a_locked_or_full_file_fails_the_call_in_words(make_desk) -> None:
-    desk = make_desk(num_packs=None)
-    name, incarnation = desk.join("a")
-    desk.get(name, incarnation)
-    desk.store._connection.execute("PRAGMA busy_timeout = 10")
-    blocker = sqlite3.connect(desk.store.path, isolation_level=None)
-    blocker.execute("BEGIN IMMEDIATE")
-    with pytest.raises(SlipstreamError, match="locked"):
-        desk.ledger.commit(name, incarnation, 0)
-    blocker.execute("ROLLBACK")
-    blocker.close()
-    desk.ledger.commit(name, incarnation, 0)
-
-    pages = desk.store._connection.execute("PRAGMA page_count").fetchone()[0]
-    desk.store._connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(SlipstreamError, match="full") as caught:
-        for step in range(1, 2000):
-            train(desk, name, incarnation, [step])
-    assert caught.value.reason is Reason.DISK_FULL
-    desk.store._connection.execute("PRAGMA max_page_count = 100000")
-    desk.ledger.commit(name, incarnation, step)
-    assert lineage_report(desk.store.path, "a").exactly_once

@@ -44,6 +44,14 @@ def test_a_server_is_drained(desk: LedgerDesk, address: str, capsys: pytest.Capt
     assert "finishes what is leased" in capsys.readouterr().out
 
 
+def test_a_ledger_that_cannot_be_written_is_not_taken_for_a_server_that_is_away(desk: LedgerDesk, address: str) -> None:
+    run = desk.join("a")
+    with desk.unwritable(), pytest.raises(SlipstreamError, match="cannot write its ledger now") as caught:
+        run_command(["pause", address, "a"])
+    assert caught.value.reason is Reason.LEDGER_UNWRITABLE
+    assert desk.ask(*run).state is DeliveryState.ACTIVE
+
+
 @pytest.mark.parametrize(
     ("arguments", "words", "reason"),
     [

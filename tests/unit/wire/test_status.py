@@ -68,6 +68,7 @@ _CONTRACT = {
     Reason.LEASE_QUOTA_EXCEEDED: "RESOURCE_EXHAUSTED",
     Reason.TARGET_LOADING: "UNAVAILABLE",
     Reason.TARGET_DRAINING: "UNAVAILABLE",
+    Reason.LEDGER_UNWRITABLE: "UNAVAILABLE",
     Reason.INCARNATION_STALE: "FAILED_PRECONDITION",
     Reason.PAYLOAD_CORRUPT: "DATA_LOSS",
 }
@@ -75,6 +76,7 @@ _CONTRACT = {
 
 def test_retry_delay_only_where_waiting_helps(channel: grpc.Channel) -> None:
     assert retry_delay(failure(channel, "LEASE_QUOTA_EXCEEDED:full")) == 0.5
+    assert retry_delay(failure(channel, "LEDGER_UNWRITABLE:full")) == 0.5
     assert retry_delay(failure(channel, "LEASE_LOST:gone")) == 0.0
 
 
