@@ -36,7 +36,10 @@ class Journal(Protocol):
     """Where the durable part goes: see LedgerStore."""
 
     def subscriptions(self) -> list[SubscriptionRecord]:
-        """Everything saved."""
+        """All that are not closed."""
+
+    def find(self, name: str) -> SubscriptionRecord | None:
+        """One that was saved, closed or not."""
 
     def save(self, record: SubscriptionRecord) -> None:
         """Write the record."""
@@ -63,7 +66,10 @@ class Limits:
 
 
 class LeaseBook:
-    """The state of all subscriptions of one target server. Every method is called with `lock` held."""
+    """The state of all open subscriptions of one target server. Every method is called with `lock` held.
+
+    Closed ones are in the journal alone: a server outlives any number of runs.
+    """
 
     def __init__(
         self, journal: Journal, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
@@ -98,15 +104,15 @@ class LeaseBook:
             SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
         """
         subscription = self.subscriptions.get(name)
-        if subscription is None:
-            raise SlipstreamError(
-                f"This target server has no subscription {name!r}.",
-                reason=Reason.SUBSCRIPTION_UNKNOWN,
-                remedy="Open it first; a server with a new ledger does not remember it.",
-            )
-        if subscription.record.closed:
+        if subscription is not None:
+            return subscription
+        if self.journal.find(name) is not None:
             raise closed(name)
-        return subscription
+        raise SlipstreamError(
+            f"This target server has no subscription {name!r}.",
+            reason=Reason.SUBSCRIPTION_UNKNOWN,
+            remedy="Open it first; a server with a new ledger does not remember it.",
+        )
 
     def current(self, name: str, incarnation: int) -> Subscription:
         """An open subscription whose present incarnation is the caller's.
@@ -142,7 +148,7 @@ class LeaseBook:
             )
 
     def present(self, subscription: Subscription) -> bool:
-        """The run called lately or is waiting now, and has not left since."""
+        """The run called lately or is waiting now, and has neither left since nor been closed."""
         if subscription.record.closed or subscription.last_seen == float("-inf"):
             return False
         return subscription.waiting > 0 or self.clock() < self._silent_from(subscription)
@@ -155,7 +161,7 @@ class LeaseBook:
                 yield subscription
 
     def members(self, stream: str) -> Iterator[Subscription]:
-        """All subscriptions of a stream."""
+        """All open subscriptions of a stream."""
         return (each for each in self.subscriptions.values() if each.record.stream == stream)
 
     def state(self, subscription: Subscription) -> DeliveryState:
@@ -268,7 +274,7 @@ class LeaseBook:
         It may be over by now: what the caller has decided since holds for the time of `expire`.
         """
         deadlines = [lease.expires_at for lease in self.leases.values()]
-        deadlines += [self._silent_from(each) for each in self.subscriptions.values() if not each.record.closed]
+        deadlines += [self._silent_from(each) for each in self.subscriptions.values()]
         return min((deadline for deadline in deadlines if deadline > self._looked_at), default=float("inf"))
 
     def clamp(self, time_to_live: float) -> float:

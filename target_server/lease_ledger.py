@@ -90,14 +90,15 @@ class LeaseLedger:
             name = f"subscriptions/{terms.run}"
             subscription = book.subscriptions.get(name)
             others = [each for each in book.subscriptions.values() if each.record.name != name and book.present(each)]
-            if subscription is not None and not subscription.record.closed:
+            if subscription is not None:
                 admission.check_same_run(subscription.record, terms, stream, fingerprint)
                 record = replace(subscription.record, terms=terms)
             else:
                 admission.check_group(terms, stream, others)
                 first = self._first_sequence_number(terms, stream, end)
                 # Closed, then opened anew: whoever trained before the close is fenced off.
-                incarnation = subscription.record.incarnation + 1 if subscription is not None else 0
+                closed = book.journal.find(name)
+                incarnation = closed.incarnation + 1 if closed is not None else 0
                 started = terms.start is not Start.GROUP
                 record = SubscriptionRecord(name, terms, stream, fingerprint, first, incarnation, started=started)
                 subscription = Subscription(record)

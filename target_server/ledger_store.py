@@ -111,8 +111,16 @@ class LedgerStore:
         return connection
 
     def subscriptions(self) -> list[SubscriptionRecord]:
-        """Everything that was saved, closed subscriptions too."""
-        return self._select("ORDER BY name")
+        """All that are not closed."""
+        return self._select("WHERE closed = 0 ORDER BY name")
+
+    def find(self, name: str) -> SubscriptionRecord | None:
+        """One that was saved, closed or not.
+
+        Raises:
+            SlipstreamError: LEDGER_UNWRITABLE: not now.
+        """
+        return next(iter(self._select("WHERE name = ?", name)), None)
 
     def save(self, record: SubscriptionRecord) -> None:
         """Write the record as it is now.

@@ -74,11 +74,14 @@ class StreamControl:
         """
         book = self._book
         with book.lock:
-            subscription = book.subscriptions.get(name) or book.subscription(name)
+            if name not in book.subscriptions and book.journal.find(name) is not None:
+                return
+            subscription = book.subscription(name)
             closed = replace(subscription.record, closed=True)
             book.journal.save(closed)
             book.void(subscription)
-            subscription.record = closed
+            subscription.record = closed  # for the polls that wait on it
+            del book.subscriptions[name]
             book.changed()
 
     def drain(self) -> None:
@@ -130,11 +133,7 @@ class StreamControl:
                 shelf_capacity_bytes=len(shelf) * shelf.slot_bytes,
                 packs_computed=shelf.packs_computed,
                 packs_recomputed=shelf.packs_recomputed,
-                subscriptions=tuple(
-                    self._subscription_counters(member, shelf)
-                    for member in book.members(stream)
-                    if not member.record.closed
-                ),
+                subscriptions=tuple(self._subscription_counters(member, shelf) for member in book.members(stream)),
             )
 
     def _subscription_counters(self, subscription: Subscription, shelf: Shelf) -> SubscriptionCounters:

@@ -70,7 +70,7 @@ class WorkQueue:
             book.shelves[work.stream].discard(work.slot)
             book.unusable[work.stream][work.sequence_number] = document_names
             for member in book.members(work.stream):
-                if member.needs(work.sequence_number) and not member.record.closed:
+                if member.needs(work.sequence_number):
                     book.quarantine(member, work.sequence_number)
             book.changed()
         log_event(

@@ -71,6 +71,35 @@ def test_what_nobody_can_mend_is_no_reason_to_wait(desk: LedgerDesk) -> None:
     assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
 
 
+def test_a_server_forgets_what_was_closed_and_its_ledger_does_not(desk: LedgerDesk) -> None:
+    for turn in range(20):
+        name, incarnation = desk.join(f"run-{turn}")
+        assert desk.get(name, incarnation) == [0]
+        desk.ledger.commit(name, incarnation, 0)
+        desk.control.close(name)
+    assert not desk.book.subscriptions and not desk.book.leases
+    later = reopened(desk)
+    assert not later.book.subscriptions
+    for call in (
+        lambda: later.ask(name, incarnation),
+        lambda: later.ledger.commit(name, incarnation, 1),
+        lambda: later.control.pause(name),
+        lambda: later.ledger.wanted_by(name),
+    ):
+        with pytest.raises(SlipstreamError, match="was closed") as caught:
+            call()
+        assert caught.value.reason is Reason.STREAM_CLOSED
+    later.control.close(name)
+    with pytest.raises(SlipstreamError) as unknown:
+        later.control.close("subscriptions/nobody")
+    assert unknown.value.reason is Reason.SUBSCRIPTION_UNKNOWN
+    report = lineage_report(later.store.path, "run-19")
+    assert report.exactly_once and report.packs_counted == 1
+    assert later.open("run-19") == name
+    assert later.seek(name, 1) == incarnation + 2, "opened anew, it has fenced the older trainer off"
+    later.close()
+
+
 def test_a_quarantine_that_cannot_be_written_ends_no_engine(desk: LedgerDesk, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the queue raises ends the engine, and with it the server and every run."""
     name, incarnation = desk.join("a")

@@ -35,10 +35,12 @@ def test_a_restart_finds_every_subscription(tmp_path: Path) -> None:
 
     desk = LedgerDesk(path)
     records = {record.name: record for record in desk.store.subscriptions()}
+    assert records.keys() == {name, paused}, "what is closed is not kept in memory"
     assert (records[name].incarnation, records[name].next_step) == (1, 2)
     assert records[name].terms == terms("a", packs_per_step=2)
     assert records[paused].paused and records[paused].next_step == 5
-    assert records[closed].closed
+    found = desk.store.find(closed)
+    assert found is not None and found.closed
     assert desk.open("a", packs_per_step=2) == name
     desk.ledger.commit(name, incarnation, 2)  # trained on packs of the server that is gone
     with pytest.raises(SlipstreamError, match="handed out by an earlier server process"):
