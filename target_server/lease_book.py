@@ -5,6 +5,7 @@ each takes `lock`, and calls the methods below while holding it. `packs` wakes l
 """
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -20,6 +21,8 @@ from target_server.shelf import Shelf, Slot
 from target_server.subscription import Lease, SkippedSteps, Subscription, SubscriptionRecord
 
 _log = logging.getLogger(__name__)
+_TOKEN = re.compile(rb"[0-9a-f]+/(?P<incarnation>[0-9]{1,18})/[0-9]+/(?P<name>[!-~]+)")
+"""As `grant` writes them."""
 
 
 class DeliveryState(Enum):
@@ -133,13 +136,18 @@ class LeaseBook:
             of_other_servers: raise for the token of an earlier process, too.
 
         Raises:
-            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED; LEASE_LOST for a token that this process never gave.
+            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED; LEASE_LOST for a token that this process never gave;
+                SPEC_INVALID for one that only looks like one of this process's.
         """
-        server, _, rest = token.partition(b"/")
-        incarnation, _, rest = rest.partition(b"/")
-        _, _, name = rest.partition(b"/")
-        if server == self._server.encode():
-            self.current(name.decode(), int(incarnation))
+        if token.startswith(f"{self._server}/".encode()):
+            given = _TOKEN.fullmatch(token)
+            if given is None:
+                raise SlipstreamError(
+                    f"{token[:100]!r} is no lease token.",
+                    reason=Reason.SPEC_INVALID,
+                    remedy="Give tokens back as they were granted.",
+                )
+            self.current(given["name"].decode(), int(given["incarnation"]))
         elif of_other_servers:
             raise SlipstreamError(
                 "The lease was granted by another server process; leases do not outlive it.",

@@ -100,6 +100,28 @@ def test_a_server_forgets_what_was_closed_and_its_ledger_does_not(desk: LedgerDe
     later.close()
 
 
+@pytest.mark.parametrize(
+    "rest", [b"", b"x/1/subscriptions/a", b"1/1/\xff\xfe", b"1/1/", b"1/subscriptions/a", b"9" * 5000 + b"/1/a"]
+)
+def test_a_token_that_only_begins_like_ours_is_refused_in_words(desk: LedgerDesk, rest: bytes) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    desk.work()
+    (lease,) = desk.ask(name, incarnation).leases
+    token = lease.token.partition(b"/")[0] + b"/" + rest
+    for call in (
+        lambda: desk.ledger.reading(token),
+        lambda: desk.ledger.confirm(token, 0),
+        lambda: desk.ledger.renew([token], 1.0),
+        lambda: desk.ledger.release([token], pack_at_fault=True),
+    ):
+        with pytest.raises(SlipstreamError, match="is no lease token") as caught:
+            call()
+        assert caught.value.reason is Reason.SPEC_INVALID
+        assert encode_error(caught.value).code.name == "INVALID_ARGUMENT"
+    assert desk.ledger.confirm(lease.token, lease.facts.generation), "nothing has happened"
+
+
 def test_a_quarantine_that_cannot_be_written_ends_no_engine(desk: LedgerDesk, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the queue raises ends the engine, and with it the server and every run."""
     name, incarnation = desk.join("a")
