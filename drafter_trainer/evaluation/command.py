@@ -3,6 +3,7 @@
 import argparse
 import logging
 import math
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
+from drafter_trainer.evaluation.decoding_progress import DecodingProgress, decoding_progress
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
 from slipstream.checkpoint_name import find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError
-from slipstream.eval_prompts import load_prompts
+from slipstream.eval_prompts import Prompt, load_prompts
 from slipstream.run_spec.architectures import remedy_where_missing
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
+
+TEXT, JSON = "text", "json"
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive, help="per prompt; default: the run's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the run's eval.dtype")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=_positive, help="CPU threads of all processes; default: torch's own choice")
+    parser.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="CPU threads of all processes together; default: one for each process, which a busy CPU slows least "
+        "(on a GPU: torch's own choice)",
+    )
     parser.add_argument(
         "--jobs",
         type=_positive,
@@ -70,7 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="compile the target's layers and the drafter; takes a minute, pays for many prompts (default: no)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=_output,
+        default=TEXT,
+        metavar="json|FILE",
+        help="json: print the report as JSON in place of the table; FILE: write it there as well",
+    )
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
     )
@@ -87,14 +104,17 @@ def run(args: argparse.Namespace) -> int:
     with sigterm_as_exit():
         report = measure(args)
 
-    from drafter_trainer.evaluation.report import write_report
+    from drafter_trainer.evaluation.report import as_json, write_text
     from drafter_trainer.evaluation.report_pages import write_pages
     from drafter_trainer.evaluation.report_table import print_report, report_console
 
-    # The table first: it must not be lost where the file cannot be written.
-    print_report(report, report_console())
-    if args.output:
-        write_report(args.output, report)
+    # What is printed first: it must not be lost where the file cannot be written.
+    if args.output == JSON:
+        sys.stdout.write(as_json(report))
+    else:
+        print_report(report, report_console())
+    if isinstance(args.output, Path):
+        write_text(args.output, as_json(report))
     if args.report:
         write_pages(args.report, report)
     if not report["lossless"]:
@@ -109,32 +129,39 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Decode all prompts; returns the report."""
     # What may be refused at once comes before torch, whose import takes many seconds.
-    if args.output:
+    if isinstance(args.output, Path):
         require_place(args.output, flag="--output")
     if args.report:
         require_place(args.report, flag="--report", directory=True)
-    directory, spec, fingerprint = open_drafter_directory(find_checkpoint(args.checkpoint), args.target_model)
+    opened = open_drafter_directory(find_checkpoint(args.checkpoint), args.target_model)
+    spec = opened[1]
     prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
+    with decoding_progress(len(prompts) * len(args.batch_sizes) * len(args.temperatures)) as progress:
+        return _decode(args, opened, prompts, progress)
 
+
+def _decode(
+    args: argparse.Namespace,
+    opened: tuple[Path, RunSpec, str | None],
+    prompts: list[Prompt],
+    progress: DecodingProgress,
+) -> dict[str, Any]:
     import torch
 
     from drafter_trainer.evaluation.compare import compare
-    from drafter_trainer.evaluation.decoding_progress import with_progress
     from drafter_trainer.evaluation.prompt_decoder import decode_prompts
     from drafter_trainer.evaluation.report import to_dict
     from drafter_trainer.evaluation.target_check import is_training_target
 
+    directory, spec, fingerprint = opened
     plan = make_plan(args, directory, spec)
     jobs = 1 if plan.fixed_caches else args.jobs
     if jobs != args.jobs:
         log_event(_log, "info", "one process decodes: over fixed caches it is the batch that holds several prompts")
     verified = is_training_target(plan.target, spec.target, fingerprint, allow_other=args.allow_other_target)
     gap_bound = 0.0 if plan.target.dtype == "float32" else spec.eval.bfloat16_gap_bound
-    with (
-        closing(decode_prompts(plan, prompts, jobs)) as decodings,
-        closing(with_progress(decodings, len(prompts) * len(plan.settings))) as watched,
-    ):
-        comparisons = compare(watched, plan.labels, gap_bound)
+    with closing(decode_prompts(plan, prompts, jobs, progress.begin)) as decodings:
+        comparisons = compare(progress.follow(decodings), plan.labels, gap_bound)
     settings = {
         "checkpoint": directory.name,
         "run": spec.name,
@@ -174,7 +201,7 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
         device=device,
-        threads=max(1, (args.threads or torch.get_num_threads()) // (1 if fixed_caches else args.jobs)),
+        threads=_threads_of_a_process(args.threads, device, 1 if fixed_caches else args.jobs),
         max_new_tokens=args.max_new_tokens or spec.eval.max_new_tokens,
         untrained_seed=spec.train.seed if args.compare_untrained else None,
         settings=settings,
@@ -184,6 +211,15 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         sampling_seed=spec.train.seed,
         with_texts=args.report is not None,
     )
+
+
+def _threads_of_a_process(given: int | None, device: str, processes: int) -> int:
+    """Decoding one token at a time leaves a second thread little to do, and waits for it wherever the CPU is busy."""
+    import torch
+
+    if given is None:
+        return 1 if device == "cpu" else torch.get_num_threads()
+    return max(1, given // processes)
 
 
 def open_drafter_directory(path: Path, target_model: str | None) -> tuple[Path, RunSpec, str | None]:
@@ -247,6 +283,15 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
+
+
+def _output(text: str) -> str | Path:
+    """text or json, as of other commands; all else is a file, if it looks like one."""
+    if text in (TEXT, JSON):
+        return text
+    if "/" not in text and not Path(text).suffix:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither text, json nor a file such as eval.json or ./{text}")
+    return Path(text)
 
 
 def _positives(text: str) -> tuple[int, ...]:

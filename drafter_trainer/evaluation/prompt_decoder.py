@@ -1,12 +1,11 @@
 """Decodes prompts plainly and with each drafter: over growing caches in this process or in several, or in batches."""
 
-import logging
 import multiprocessing
 import os
 import queue
 import signal
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -27,9 +26,6 @@ from slipstream.eval_prompts import Prompt, end_ids
 from slipstream.run_spec.reasons import Reason
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget, decoder_layers, load_causal_lm, never_choose_padding
-from slipstream.telemetry.logs import log_event
-
-_log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
 """Tokens decoded once by every way before anything is timed."""
@@ -39,7 +35,9 @@ Decoding = tuple[Setting, Prompt, dict[str, Decoded]]
 """A prompt under one setting, by way of decoding."""
 
 
-def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> Generator[Decoding, None, None]:
+def decode_prompts(
+    plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int, begin: Callable[[int], None]
+) -> Generator[Decoding, None, None]:
     """Every prompt by every way of decoding, in any order. Close the generator: its processes end with it.
 
     Args:
@@ -47,6 +45,7 @@ def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> 
         prompts: at least one.
         jobs: processes; 1 decodes in this one. Decoding one prompt on a CPU uses one core, whatever its threads.
             With fixed caches it must be 1.
+        begin: called with their number when they decode: one has loaded the target by then, several do it now.
 
     Raises:
         SlipstreamError: what loading the checkpoint or the target raises; DATA_INVALID, the chat template refuses a
@@ -54,7 +53,7 @@ def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> 
     """
     if jobs == 1:
         decoder = PromptDecoder.open(plan)
-        log_event(_log, "info", "decoding", prompts=len(prompts), processes=1)
+        begin(jobs)
         for setting in plan.settings:
             for batch in batches(prompts, setting.batch_size):
                 for prompt, decoded in zip(batch, decoder.decode_batch(batch, setting), strict=True):
@@ -71,7 +70,7 @@ def decode_prompts(plan: DecodingPlan, prompts: Sequence[Prompt], jobs: int) -> 
             future = pool.submit(_decode_in_worker, plan, prompt)
             waiting[future] = prompt
             future.add_done_callback(ended.put)
-        log_event(_log, "info", "decoding", prompts=len(prompts), processes=jobs)
+        begin(jobs)
         while waiting:
             done = ended.get()
             yield plan.settings[0], waiting.pop(done), done.result()

@@ -109,13 +109,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON.
-
-    Raises:
-        SlipstreamError: PATH_NOT_ALLOWED, the file cannot be written.
-    """
-    write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+def as_json(report: dict[str, Any]) -> str:
+    """The report for programs, one document."""
+    return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,12 +1,12 @@
 """The report as Markdown and as one HTML page that needs nothing from elsewhere; both are made of the JSON alone."""
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from drafter_trainer.evaluation.report import (
+    as_json,
     losslessness_in_words,
     row_in_words,
     shown_sources,
@@ -46,7 +46,7 @@ def write_pages(directory: Path, report: dict[str, Any]) -> None:
     """
     with disk_errors_in_words(directory, flag="--report"):
         directory.mkdir(exist_ok=True)
-    write_text(directory / "eval.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    write_text(directory / "eval.json", as_json(report))
     write_text(directory / "eval.md", to_markdown(report))
     write_text(directory / "eval.html", to_html(report))
 

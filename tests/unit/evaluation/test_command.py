@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_trainer.evaluation.command import add_arguments, make_plan
+from drafter_trainer.evaluation.command import JSON, TEXT, add_arguments, make_plan
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.load import load_recipe
@@ -49,3 +49,24 @@ def test_sizes_and_temperatures_that_make_no_sense(flags: list[str], capsys: pyt
     with pytest.raises(SystemExit):
         plan(*flags)
     assert "error: argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "threads"),
+    [([], 1), (["--jobs", "2"], 1), (["--threads", "4"], 4), (["--threads", "4", "--jobs", "2"], 2)],
+)
+def test_a_process_on_a_cpu_decodes_with_one_thread_unless_told(flags: list[str], threads: int) -> None:
+    assert plan("--device", "cpu", *flags).threads == threads
+
+
+@pytest.mark.parametrize(("given", "meant"), [("json", JSON), ("text", TEXT), ("r.json", Path("r.json"))])
+def test_where_the_report_goes(given: str, meant: str | Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["run", "-o", given]).output == meant
+
+
+def test_a_slip_in_json_writes_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("-o", "jsno")
+    assert "'jsno' is neither text, json nor a file such as eval.json" in capsys.readouterr().err

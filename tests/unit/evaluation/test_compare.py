@@ -11,7 +11,7 @@ from rich.console import Console
 from drafter_trainer.evaluation.compare import Comparison, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.report import to_dict, write_report
+from drafter_trainer.evaluation.report import as_json, to_dict, write_text
 from drafter_trainer.evaluation.report_table import print_report
 from drafter_trainer.evaluation.setting import PLAIN, Setting
 from slipstream.chat_rendering import render_chat
@@ -55,7 +55,7 @@ def test_every_prompt_is_counted_under_its_source_and_way(tiny_target: LoadedTar
 
 def test_report_adds_sources_up_and_the_table_says_lossless(tiny_target: LoadedTarget, tmp_path: Path) -> None:
     comparison = decode_all(tiny_target, prompts("math", "code"), 6)
-    write_report(tmp_path / "eval.json", to_dict({Setting(): comparison}, SETTINGS))
+    write_text(tmp_path / "eval.json", as_json(to_dict({Setting(): comparison}, SETTINGS)))
     report = json.loads((tmp_path / "eval.json").read_text())
     rows = report["results"]["trained"]
     assert rows["all"]["rounds"] == rows["math"]["rounds"] + rows["code"]["rounds"]
@@ -71,7 +71,7 @@ def test_where_there_is_no_number_the_report_has_null_and_the_table_a_dash(tmp_p
     cut = Decoded(tokens=[2, 3], gaps=[1.0, 1.0], emitted_per_round=[1], drafts_accepted=[0], num_drafts=1)
     decodings = [(Setting(), prompts("math")[0], {PLAIN: ended, "trained": cut})]
     report = to_dict(compare(decodings, ["trained"], 0.0), SETTINGS)
-    write_report(tmp_path / "eval.json", report)
+    write_text(tmp_path / "eval.json", as_json(report))
     assert json.loads((tmp_path / "eval.json").read_text()) == report
     assert report["results"][PLAIN]["math"]["accepted_length"] is None
     assert report["results"]["trained"]["math"]["speed_ratio_to_plain"] is None
@@ -84,7 +84,7 @@ def test_where_there_is_no_number_the_report_has_null_and_the_table_a_dash(tmp_p
 
 def test_a_report_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="cannot be written") as caught:
-        write_report(tmp_path, {})
+        write_text(tmp_path, as_json({}))
     assert caught.value.reason is Reason.PATH_NOT_ALLOWED
 
 
