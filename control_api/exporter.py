@@ -4,7 +4,6 @@ The list is kept in memory: after a restart the directories say what was exporte
 """
 
 import logging
-import os
 import queue
 import subprocess
 import sys
@@ -129,7 +128,6 @@ class Exporter:
         wanted = export.request
         command = [sys.executable, "-P", "-m", "drafter_trainer", "export", str(wanted.checkpoint)]
         command += ["--to", wanted.format, "--output", str(export.output), *wanted.flags]
-        command += ["--threads", str(max(1, (os.cpu_count() or 2) // 2))]
         lines: list[str] = []
         try:
             process = subprocess.Popen(

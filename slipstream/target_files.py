@@ -16,6 +16,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 # Everything else that decides what the model and the tokenizer do.
 _DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 _CODE_PATTERN = "*.py"
+MODEL_CARD = "README.md"
+"""Its head names the model's licence; it is no part of what the model does."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def locate_target(spec: TargetSpec) -> TargetFiles:
                 "Name the directory that holds config.json and the weights, a .gguf file, or a hub name.",
             )
         return TargetFiles(path.parent, weights=(path,), descriptions=(), revision=None)
-    if spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1 or path.suffix == ".gguf":
+    if is_path(spec.model):
         raise model_error(f"target.model {spec.model!r} does not exist.", "Check the path.")
     snapshot = _hub_snapshot(spec)
     return _files_of_directory(snapshot, spec.model, spec.trust_remote_code, revision=snapshot.name)
@@ -80,10 +82,35 @@ def locate_tokenizer(spec: TargetSpec) -> TargetFiles:
     path = Path(spec.model).expanduser()
     if path.is_file() or path.suffix == ".gguf":
         return locate_target(spec)
-    if not path.is_dir() and (spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1):
+    if not path.is_dir() and is_path(spec.model):
         raise model_error(f"{spec.model!r} does not exist.", "Check the path.")
     root = path if path.is_dir() else _hub_snapshot(spec, weights=False)
     return TargetFiles(root, weights=(), descriptions=(), revision=None if path.is_dir() else root.name)
+
+
+def files_at_hand(spec: TargetSpec) -> TargetFiles | None:
+    """The directory or .gguf file of a target, or its copy in the local hub cache; nothing is downloaded, and weights
+    in a directory are not looked for. None where this machine has nothing of it.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, what is there is no model.
+    """
+    if Path(spec.model).expanduser().exists():
+        return locate_tokenizer(spec)
+    if is_path(spec.model):
+        return None
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        root = Path(snapshot_download(spec.model, revision=spec.revision, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
+    return TargetFiles(root, weights=(), descriptions=(), revision=root.name)
+
+
+def is_path(model: str) -> bool:
+    """Whether a model's name can only be a path, wherever it leads; a hub name is NAME or OWNER/NAME."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
 def _files_of_directory(root: Path, name: str, with_code: bool, revision: str | None = None) -> TargetFiles:
@@ -142,6 +169,7 @@ def _hub_snapshot(spec: TargetSpec, *, weights: bool = True) -> Path:
 
     named = f"{spec.model!r}" + (f" at revision {spec.revision!r}" if spec.revision else "")
     patterns = ["*.safetensors", *_DESCRIPTION_PATTERNS] if weights else [*_DESCRIPTION_PATTERNS]
+    patterns.append(MODEL_CARD)
     try:
         return Path(
             snapshot_download(

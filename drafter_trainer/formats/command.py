@@ -5,7 +5,6 @@ torch is imported once the arguments are understood.
 
 import argparse
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT_NAMES = ("vllm", "sglang", "zlab")
 DTYPES = ("float32", "bfloat16", "float16")
+THREADS_HELP = "CPU threads; default: one, which a busy CPU slows least (with --device cuda: torch's own choice)"
 
 _log = logging.getLogger(__name__)
 
@@ -50,9 +50,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
     )
-    parser.add_argument(
-        "--threads", type=_thread_count, metavar="N", help="CPU threads of torch; default: torch's own choice"
-    )
+    parser.add_argument("--threads", type=_thread_count, metavar="N", help=THREADS_HELP)
     parser.add_argument(
         "--without-self-test", action="store_true", help="do not decode with the files; the model card says so"
     )
@@ -68,9 +66,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
     )
-    parser.add_argument(
-        "--threads", type=_thread_count, metavar="N", help="CPU threads of torch; default: torch's own choice"
-    )
+    parser.add_argument("--threads", type=_thread_count, metavar="N", help=THREADS_HELP)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -88,8 +84,8 @@ def run_export(args: argparse.Namespace) -> int:
     checkpoint, spec, _ = open_checkpoint(find_checkpoint(args.checkpoint))
     # torch takes seconds to import, the rest minutes: whoever waits is told what for.
     log_event(_log, "info", "exporting", checkpoint=str(checkpoint), to=args.to, output=str(args.output))
-    _limit_threads(args.threads)
     with sigterm_as_exit():
+        _limit_threads(args.threads, args.device)
         from drafter_trainer.formats.export import ExportPlan, export
 
         export(
@@ -100,7 +96,7 @@ def run_export(args: argparse.Namespace) -> int:
                 output=args.output,
                 dtype=args.dtype or spec.target.dtype,
                 target=None if args.without_self_test else _target(args.target_model, spec.target),
-                served_as=args.target_name or spec.target.model,
+                served_as=args.target_name,
                 device=args.device,
                 replace=args.force,
                 evaluation=args.evaluation,
@@ -116,8 +112,8 @@ def run_import(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, MODEL_INVALID.
     """
-    _limit_threads(args.threads)
     with sigterm_as_exit():
+        _limit_threads(args.threads, args.device)
         from drafter_trainer.formats.importing import open_with_target
 
         target = TargetSpec(model=args.target_model, dtype=args.dtype)
@@ -149,10 +145,12 @@ def _one_line(text: str) -> str:
     return text
 
 
-def _limit_threads(count: int | None) -> None:
-    """Before torch is imported: its thread pools are sized when they are loaded."""
-    if count is not None:
-        os.environ["OMP_NUM_THREADS"] = str(count)
+def _limit_threads(count: int | None, device: str) -> None:
+    """Decoding one token at a time leaves a second thread little to do, and waits for it wherever the CPU is busy."""
+    import torch
+
+    if count is not None or device == "cpu":
+        torch.set_num_threads(count or 1)
 
 
 def _target(given: str | None, trained: TargetSpec) -> TargetSpec:

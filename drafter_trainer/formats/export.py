@@ -13,7 +13,7 @@ from drafter_trainer.checkpoint_state import CheckpointState, read_state
 from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.drafter_format import Verifier
-from drafter_trainer.formats.model_card import CardFacts, model_card, public_name, read_evaluation, read_licence
+from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, target_facts
 from drafter_trainer.formats.module import as_module, require_dflash
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
@@ -26,7 +26,7 @@ from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_facts import read_target_facts
-from slipstream.target_files import locate_target
+from slipstream.target_files import files_at_hand, locate_target
 from slipstream.target_loading import load_causal_lm
 from slipstream.telemetry.logs import log_event
 
@@ -45,8 +45,8 @@ class ExportPlan:
     dtype: str
     target: TargetSpec | None
     """To decode with; None leaves the self-test out, which the model card then says."""
-    served_as: str
-    """The target's name for those who serve the drafter."""
+    served_as: str | None
+    """The target's name for those who serve the drafter; None: the run definition's."""
     device: str
     replace: bool
     evaluation: Path | None
@@ -102,8 +102,9 @@ def _open_target(
     Raises:
         SlipstreamError: TARGET_INCOMPATIBLE, MODEL_INVALID, OUT_OF_MEMORY.
     """
+    served_as = plan.served_as or plan.spec.target.model
     if plan.target is None:
-        return None, Verifier(plan.served_as, ())
+        return None, Verifier(served_as, ())
     log_event(_log, "info", "comparing_target", model=plan.target.model)
     is_training_target(plan.target, plan.spec.target, state.target_fingerprint, allow_other=False)
     log_event(_log, "info", "loading_target", model=plan.target.model, device=plan.device)
@@ -111,7 +112,7 @@ def _open_target(
     facts = read_target_facts(loaded.model, loaded.tokenizer).config
     check_fits(config, facts)
     architectures = tuple(loaded.model.config.architectures or (type(loaded.model).__name__,))
-    return TargetReader(loaded, facts.embedding_scale, end_ids(loaded)), Verifier(plan.served_as, architectures)
+    return TargetReader(loaded, facts.embedding_scale, end_ids(loaded)), Verifier(served_as, architectures)
 
 
 def _describe(
@@ -123,13 +124,15 @@ def _describe(
 ) -> None:
     found, evaluation = results
     run_directory = plan.checkpoint.resolve().parent.parent
-    files = locate_target(plan.target) if plan.target else None
+    files = locate_target(plan.target) if plan.target else files_at_hand(plan.spec.target)
+    target = target_facts(plan.served_as, plan.spec.target, files)
+    if target.hub_name is None:
+        log_event(_log, "info", "card_names_no_base_model", target=target.name, remedy="--target-name OWNER/NAME")
     facts = CardFacts(
         format_name=plan.format_name,
         dtype=plan.dtype,
         directory_name=plan.output.name,
-        target_name=public_name(plan.served_as, files),
-        target_licence=read_licence(files) if files else None,
+        target=target,
         steps=state.cursor.next_step,
         total_steps=state.total_steps,
         tokens=state.loop.tokens,

@@ -12,8 +12,8 @@ from drafter_trainer.formats.self_test import SelfTest
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import RunSpec
-from slipstream.target_files import TargetFiles
+from slipstream.run_spec.spec import RunSpec, TargetSpec
+from slipstream.target_files import MODEL_CARD, TargetFiles, is_path
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SERVE = {
@@ -29,15 +29,26 @@ _SERVE = {
 
 
 @dataclass(frozen=True)
+class TargetFacts:
+    """How a stranger finds the target, and whose it is."""
+
+    name: str
+    hub_name: str | None
+    """OWNER/NAME of the hub; None where nothing shows that the name is one."""
+    licence: str | None
+    """None: its files name none, or are not at hand."""
+    at_hand: bool
+    """Its files lie on this machine."""
+
+
+@dataclass(frozen=True)
 class CardFacts:
     """What the card says that is not in the run definition."""
 
     format_name: str
     dtype: str
     directory_name: str
-    target_name: str
-    target_licence: str | None
-    """None: not found."""
+    target: TargetFacts
     steps: int
     total_steps: int
     tokens: int
@@ -53,7 +64,7 @@ def model_card(spec: RunSpec, config: DFlashConfig, facts: CardFacts) -> str:
     """The text of README.md."""
     sections = (
         _front_matter(facts),
-        f"# Drafter of {facts.target_name}\n\n{_what(config, facts)}",
+        f"# Drafter of {facts.target.name}\n\n{_what(config, facts)}",
         _section("Measured", _measured(facts)),
         _section("Self-test of these files", _self_test(facts)),
         _section("Serve it", _serving(config, facts)),
@@ -82,27 +93,34 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return report
 
 
-def public_name(served_as: str, files: TargetFiles | None) -> str:
-    """What a stranger can find a target by: never a path of this machine.
+def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | None) -> TargetFacts:
+    """What the card says of the target: never a path of this machine.
 
     Args:
-        served_as: the recipe's target, or what the user calls it.
+        given: what the user calls it; None: as the recipe.
+        trained: the recipe's target.
         files: of the target, where they are at hand; a directory's config.json or a .gguf may know the model's name.
     """
-    if not _is_path(served_as):
-        return served_as
-    if files is None:
-        return Path(served_as).name
+    name, is_hub_name = given or trained.model, given is not None
+    if given is None:
+        # The recipe's OWNER/NAME may also have been a directory where the target was served.
+        is_hub_name = files is not None and files.revision is not None
+    if is_path(name) or Path(name).exists():
+        known = _name_in(files) if files else None
+        name, is_hub_name = known or Path(name).name, known is not None
+    hub_name = name if is_hub_name and _HUB_NAME.fullmatch(name) else None
+    return TargetFacts(name, hub_name, read_licence(files) if files else None, files is not None)
+
+
+def _name_in(files: TargetFiles) -> str | None:
+    """What the model's own files call it."""
     if files.is_gguf:
         known = read_gguf_header(files.weights[0]).values.get("general.name")
     else:
         config = files.root / "config.json"
         known = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path") if config.is_file() else None
-    return known if isinstance(known, str) and known and not _is_path(known) else Path(served_as).name
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.endswith(".gguf") or Path(name).exists()
+    usable = isinstance(known, str) and known and not is_path(known) and not Path(known).exists()
+    return known if usable else None
 
 
 def read_licence(files: TargetFiles) -> str | None:
@@ -114,7 +132,7 @@ def read_licence(files: TargetFiles) -> str | None:
 
 
 def _licence_beside(root: Path) -> str | None:
-    card = root / "README.md"
+    card = root / MODEL_CARD
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
     if lines[:1] == ["---"]:
         for line in lines[1:]:
@@ -131,8 +149,7 @@ def _licence_beside(root: Path) -> str | None:
 
 def _front_matter(facts: CardFacts) -> str:
     library = "transformers" if facts.format_name == "zlab" else facts.format_name
-    # A hub takes nothing else for a model's name.
-    base = f"base_model: {facts.target_name}\n" if _HUB_NAME.fullmatch(facts.target_name) else ""
+    base = f"base_model: {facts.target.hub_name}\n" if facts.target.hub_name else ""
     return f"---\n{base}library_name: {library}\ntags:\n- speculative-decoding\n- dflash\n---"
 
 
@@ -186,7 +203,7 @@ def _self_test(facts: CardFacts) -> str:
 
 def _serving(config: DFlashConfig, facts: CardFacts) -> str:
     language = "python" if facts.format_name == "zlab" else "bash"
-    target = shlex.quote(facts.target_name) if language == "bash" else facts.target_name
+    target = shlex.quote(facts.target.name) if language == "bash" else facts.target.name
     command = _SERVE[facts.format_name].format(
         target=target, directory=facts.directory_name, drafts=config.block_size - 1
     )
@@ -212,9 +229,8 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
 
 
 def _licence(facts: CardFacts) -> str:
-    found = facts.target_licence
-    # Without a self-test the target's files are not opened.
-    unknown = "not looked at" if facts.self_test is None else "unknown: its files name none"
+    found = facts.target.licence
+    unknown = "unknown: its files name none" if facts.target.at_hand else "not looked at: its files were not at hand"
     target = f"`{found}`, by its own files" if found else unknown
     return (
         f"Of the target's weights: {target}. The drafter was trained on the target's hidden states and holds none of "

@@ -29,7 +29,7 @@ _PASSED_ON = (
     ("--dtype", "NAME", "float32, bfloat16 or float16; default: the target's in the run definition"),
     ("--eval", "FILE", "report of `slipstream eval` for the model card"),
     ("--device", "NAME", "where to decode: cpu (default), cuda"),
-    ("--threads", "N", "CPU threads of torch; default: torch's own choice"),
+    ("--threads", "N", "CPU threads; default: one, which a busy CPU slows least"),
 )
 _SWITCHES = (
     ("--without-self-test", "do not decode with the files; the model card says so"),

@@ -1,8 +1,10 @@
 """Flags of export and import that cannot mean anything are refused before torch is imported."""
 
 import pytest
+import torch
 
 from drafter_trainer.cli import build_parser
+from drafter_trainer.formats.command import _limit_threads
 from slipstream.cli.commands import checkpoint
 
 EXPORT = ["export", "run", "--to", "vllm", "--output", "out"]
@@ -38,3 +40,14 @@ def test_the_command_line_passes_on_flags_that_there_are() -> None:
     values = {"--dtype": "float32", "--device": "cpu", "--threads": "1"}
     flags = [word for flag, *_ in checkpoint._PASSED_ON for word in (flag, values.get(flag, "x"))]
     build_parser().parse_args([*EXPORT, *flags, *(flag for flag, _ in checkpoint._SWITCHES)])
+
+
+@pytest.mark.parametrize(("flags", "threads"), [([], 1), (["--threads", "3"], 3), (["--device", "cuda"], None)])
+def test_one_thread_decodes_on_a_cpu_unless_told(
+    flags: list[str], threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    args = build_parser().parse_args([*EXPORT, *flags])
+    _limit_threads(args.threads, args.device)
+    assert chosen == ([] if threads is None else [threads])

@@ -10,8 +10,9 @@ import pytest
 
 from drafter_trainer.cli import main
 from drafter_trainer.formats.export import export
-from drafter_trainer.formats.model_card import public_name, read_licence
-from slipstream.target_files import TargetFiles
+from drafter_trainer.formats.model_card import TargetFacts, read_licence, target_facts
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_files import TargetFiles, files_at_hand
 from tests.unit.formats.conftest import Source, make_plan
 
 
@@ -23,7 +24,7 @@ def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / source.checkpoint.name
     export(make_plan(source, tmp_path / "out", "vllm", checkpoint=checkpoint, evaluation=tmp_path / "eval.json"))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "base_model: owner/target" in card
+    assert "base_model: owner/target\n" in card
     assert "12 of 24 steps, 1,536 tokens, 2.0 minutes of steps" in card
     assert "| trained | all | 3 | 2.500 |" in card
     assert "unknown: its files name none" in card
@@ -38,7 +39,9 @@ def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Pat
     assert main(["export", f"{source.run}@12", *flags]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Left out** (`--without-self-test`)" in card
-    assert "Of the target's weights: not looked at." in card
+    assert "Of the target's weights: unknown: its files name none." in card, (
+        "they lie on this machine, so they were read"
+    )
     assert str(tmp_path) not in card and "base_model" not in card, "the target is a directory of this machine"
     assert json.loads((tmp_path / "out" / "slipstream.json").read_text())["self_test"] is None
 
@@ -48,10 +51,28 @@ def test_a_target_is_named_by_what_a_stranger_can_find(known: str | None, tmp_pa
     directory = tmp_path / "a-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"_name_or_path": known}))
-    files = TargetFiles(directory, weights=(), descriptions=(), revision=None)
-    assert public_name(str(directory), files) == ("owner/model" if known == "owner/model" else "a-model")
-    assert public_name("owner/served", files) == "owner/served"
-    assert public_name("/models/x.gguf", None) == "x.gguf"
+    trained = TargetSpec(model=str(directory))
+    files = files_at_hand(trained)
+    name = "owner/model" if known == "owner/model" else "a-model"
+    assert target_facts(None, trained, files) == TargetFacts(name, known if name == known else None, None, at_hand=True)
+    assert target_facts("owner/served", trained, files).hub_name == "owner/served"
+    assert target_facts(None, TargetSpec(model="/models/x.gguf"), None).name == "x.gguf"
+
+
+@pytest.mark.parametrize("model", ["models/mine", "owner/model"])
+def test_a_name_is_one_of_the_hub_where_something_shows_it(model: str, tmp_path: Path) -> None:
+    trained = TargetSpec(model=model)
+    assert files_at_hand(trained) is None
+    assert target_facts(None, trained, None) == TargetFacts(model, None, None, at_hand=False)
+    assert target_facts(model, trained, None).hub_name == model, "the user says so"
+    snapshot = TargetFiles(tmp_path, weights=(), descriptions=(), revision="c0ffee")
+    assert target_facts(None, trained, snapshot).hub_name == model
+
+
+def test_a_relative_path_that_is_not_here_is_no_hub_name() -> None:
+    trained = TargetSpec(model="team/models/mine")
+    assert files_at_hand(trained) is None
+    assert target_facts(None, trained, None) == TargetFacts("mine", None, None, at_hand=False)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +100,9 @@ def test_licence_in_a_gguf_needs_no_library(
 
 def test_a_gguf_knows_its_model_by_name(tmp_path: Path) -> None:
     path = write_header(tmp_path / "q4.gguf", {"general.name": "A Small Model"})
-    files = TargetFiles(tmp_path, weights=(path,), descriptions=(), revision=None)
-    assert public_name(str(path), files) == "A Small Model"
-    assert public_name(str(path), None) == "q4.gguf"
+    trained = TargetSpec(model=str(path))
+    assert target_facts(None, trained, files_at_hand(trained)).name == "A Small Model"
+    assert target_facts(None, trained, None).name == "q4.gguf"
 
 
 def write_header(path: Path, texts: dict[str, str]) -> Path:
