@@ -18,6 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
 from target_server.lineage import lineage_report
+from tests.fakes.ledger_desk import locked_by_another_program
 from tests.fakes.plain_trainer import Trainer, assert_same
 from tests.fakes.stream_harness import Harness, in_the_middle_of_a_copy
 
@@ -170,6 +171,34 @@ def test_trainers_come_and_go_under_load(harness: Harness) -> None:
     assert harness.proves(staying)
     harness.server.pass_time(31.0)
     assert harness.server.control.wait_until_drained(0.0), "no lease is left"
+
+
+def test_a_lock_on_the_ledger_holds_up_only_who_must_write(harness: Harness) -> None:
+    run, other = harness.trainer("run"), harness.trainer("other")
+    (lease,) = run.lease(packs=1).leases
+    run.packs[0] = run.read(lease)
+    assert run.confirm(lease)
+    waits: list[Reason] = []
+    waiting = threading.Event()
+
+    def note(reason: Reason, _seconds: float) -> None:
+        waits.append(reason)
+        waiting.set()
+
+    run.client._on_wait = note
+    with ThreadPoolExecutor(1) as pool:
+        with locked_by_another_program(harness.server.store):
+            committed = pool.submit(run.commit, 0)
+            assert waiting.wait(30)
+            while not other.packs:
+                for lease in other.lease(packs=2).leases:
+                    other.packs[lease.manifest.sequence_number] = other.read(lease)
+                    assert other.confirm(lease)
+            assert not committed.done()
+        committed.result(timeout=30)
+    assert set(waits) == {Reason.LEDGER_UNWRITABLE}
+    run.train(until=3)
+    assert harness.proves(run)
 
 
 def checked_tensors(transport: str) -> Sequence[str]:

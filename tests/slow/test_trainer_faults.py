@@ -6,7 +6,8 @@ point, and neither saves nor commits anything after it.
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from drafter_trainer.starting_weights import SavedState
 from drafter_trainer.target_link import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from target_server.ledger_store import LedgerStore
 from target_server.lineage import lineage_report
+from tests.fakes.ledger_desk import full_disk, locked_by_another_program
 from tests.fakes.live_run import LiveRun, go_away, live_target, stop_here
 from tests.fakes.tiny_run import write_tiny_run
 from tests.fakes.training import assert_same_run
@@ -128,6 +131,43 @@ def test_a_checkpoint_is_completed_while_the_target_is_away(
     assert newest_step(run) == max(run.losses()) + 1
     LiveRun(recipe, address, run.directory, *LENGTH, "name=left-alone").train()
     assert_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("fault", [full_disk, locked_by_another_program])
+def test_a_run_waits_while_the_ledger_cannot_be_written(
+    undisturbed: LiveRun,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[LedgerStore], AbstractContextManager[None]],
+) -> None:
+    """From the record of step 7 until the trainer waits for the second time; nothing of it is seen in the run."""
+    append, notice = MetricsFile.append, WaitNotice.__call__
+    waits: list[Reason] = []
+    with live_target(recipe, tmp_path) as server, ExitStack() as faults, monkeypatch.context() as patch:
+
+        def begin(file: MetricsFile, record: StepRecord) -> None:
+            append(file, record)
+            if record.step == 7:
+                with server.book.lock:
+                    faults.enter_context(fault(server.store))
+
+        def mend(waiting: WaitNotice, reason: Reason, seconds: float) -> None:
+            notice(waiting, reason, seconds)
+            waits.append(reason)
+            if len(waits) == 2:
+                with server.book.lock:
+                    faults.close()
+
+        patch.setattr(MetricsFile, "append", begin)
+        patch.setattr(WaitNotice, "__call__", mend)
+        run = LiveRun(recipe, server.address, tmp_path / "run", *LENGTH, "name=patient")
+        assert run.train() == 0
+    assert waits == [Reason.LEDGER_UNWRITABLE] * 2
+    assert len(run.records()) == 24
+    assert_same_run(run, undisturbed)
+    report = lineage_report(tmp_path / "ledger.sqlite", "patient")
+    assert report.exactly_once and (report.steps_committed, report.steps_discarded) == (24, 0), report
 
 
 def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
