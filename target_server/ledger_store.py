@@ -14,7 +14,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
@@ -137,7 +137,7 @@ class LedgerStore:
         Args:
             record: as it is after the seek.
             before: as it was.
-            skipped: steps, with their packs, that count as committed by the incarnation before.
+            skipped: steps, with their packs, that count as committed by the incarnation before that has trained.
 
         Raises:
             SlipstreamError: LEDGER_UNWRITABLE.
@@ -150,6 +150,11 @@ class LedgerStore:
             record.terms.packs_per_step,
         )
         with self._writing(record.name, synced=True):
+            before = replace(
+                before,
+                incarnation=self._trained_last(before),
+                quarantined=before.quarantined | record.quarantined,  # the cursor knows what its weights lack
+            )
             self._connection.executemany(_COMMIT, (_commit_row(before, *each) for each in skipped))
             self._save(record)
             self._connection.execute("INSERT OR REPLACE INTO incarnations VALUES (?, ?, ?, ?, ?)", row)
@@ -191,6 +196,15 @@ class LedgerStore:
         names = ", ".join(row)
         values = ", ".join(f":{name}" for name in row)
         self._connection.execute(f"INSERT OR REPLACE INTO subscriptions ({names}) VALUES ({values})", row)
+
+    def _trained_last(self, record: SubscriptionRecord) -> int:
+        """The newest incarnation that has committed a step; the present one where that belongs to other packs."""
+        query = """
+            SELECT incarnation, first_sequence_number, packs_per_step FROM incarnations WHERE subscription = :name
+              AND incarnation = (SELECT max(incarnation) FROM commits WHERE subscription = :name)"""
+        found = self._connection.execute(query, {"name": record.name}).fetchone()
+        grid = (record.first_sequence_number, record.terms.packs_per_step)
+        return int(found[0]) if found is not None and found[1:] == grid else record.incarnation
 
     def _select(self, which: str, *values: str) -> list[SubscriptionRecord]:
         with _in_words(self.path, serving=True):

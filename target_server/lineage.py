@@ -2,7 +2,8 @@
 
 A run's lineage is made of incarnations. One that began at step s replaces whatever older ones committed from s on: the
 checkpoint it resumed from holds the steps before s and nothing else. So the commits that count are those of an
-incarnation below the first step of every later incarnation.
+incarnation below the first step of every later incarnation. One that never committed a step has replaced nothing: a
+trainer that was killed before its first step, or that only read held-out answers.
 """
 
 import contextlib
@@ -16,27 +17,33 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.ledger_store import check_schema
 
-# Where the lineage begins: the newest of the incarnations that go back farthest has replaced all before it. It may
-# begin late: an older ledger, now lost, knew the steps before.
-_BEGINNING = """
-SELECT first_sequence_number + next_step * packs_per_step FROM incarnations
-WHERE subscription = :name ORDER BY next_step, incarnation DESC LIMIT 1
+# Incarnations that have committed a step, and the first step that a later one of them replaced; NULL: none was.
+_TRAINED = """
+WITH trained AS (
+    SELECT incarnation, next_step, first_sequence_number, packs_per_step,
+        min(next_step) OVER (ORDER BY incarnation ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) AS replaced_from
+    FROM (SELECT DISTINCT incarnation FROM commits WHERE subscription = :name)
+    LEFT JOIN (SELECT * FROM incarnations WHERE subscription = :name) USING (incarnation))
 """
 
-# Where the present incarnation begins: everything before it is part of the weights that it began with.
+# Where the lineage begins: the newest of the incarnations that go back farthest has replaced all before it. It may
+# begin late: an older ledger, now lost, knew the steps before.
+_BEGINNING = f"""{_TRAINED}
+SELECT first_sequence_number + next_step * packs_per_step FROM trained
+WHERE next_step IS NOT NULL ORDER BY next_step, incarnation DESC LIMIT 1
+"""
+
+# Where a run stands that has committed nothing.
 _PRESENT = """
 SELECT first_sequence_number + next_step * packs_per_step FROM incarnations
 WHERE subscription = :name ORDER BY incarnation DESC LIMIT 1
 """
 
 # For every step: how many commits count, and which packs they trained.
-_COUNTED = """
+_COUNTED = f"""{_TRAINED}
 SELECT c.step, count(*), min(c.first_sequence_number), max(c.last_sequence_number), min(c.quarantined)
-FROM commits AS c
-WHERE c.subscription = :name
-  AND NOT EXISTS (
-      SELECT 1 FROM incarnations AS later
-      WHERE later.subscription = c.subscription AND later.incarnation > c.incarnation AND later.next_step <= c.step)
+FROM commits AS c JOIN trained USING (incarnation)
+WHERE c.subscription = :name AND (replaced_from IS NULL OR c.step < replaced_from)
 GROUP BY c.step ORDER BY c.step
 """
 
@@ -47,6 +54,7 @@ class LineageReport:
 
     run: str
     incarnations: int
+    """That have committed a step."""
     steps_committed: int
     """Steps on the lineage."""
     steps_discarded: int
@@ -116,24 +124,23 @@ def _no_ledger(message: str) -> SlipstreamError:
 
 
 def _names(connection: sqlite3.Connection) -> list[str]:
-    found = connection.execute("SELECT DISTINCT subscription FROM incarnations ORDER BY subscription").fetchall()
+    found = connection.execute("SELECT DISTINCT subscription FROM commits ORDER BY subscription").fetchall()
     return [name.removeprefix("subscriptions/") for (name,) in found]
 
 
 def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
     name = {"name": f"subscriptions/{run}"}
-    (incarnations,) = connection.execute(
-        "SELECT count(*) FROM incarnations WHERE subscription = :name", name
-    ).fetchone()
-    if not incarnations:
+    present = connection.execute(_PRESENT, name).fetchone()
+    if present is None:
         raise SlipstreamError(
             f"The ledger knows no incarnation of a run {run!r}.",
             reason=Reason.SUBSCRIPTION_UNKNOWN,
             remedy=f"Runs that have trained on this target server: {', '.join(_names(connection)) or 'none'}.",
         )
-    first: int = connection.execute(_BEGINNING, name).fetchone()[0]
-    present: int = connection.execute(_PRESENT, name).fetchone()[0]
-    (commits,) = connection.execute("SELECT count(*) FROM commits WHERE subscription = :name", name).fetchone()
+    first: int = (connection.execute(_BEGINNING, name).fetchone() or present)[0]
+    commits, incarnations = connection.execute(
+        "SELECT count(*), count(DISTINCT incarnation) FROM commits WHERE subscription = :name", name
+    ).fetchone()
     expected, counted = first, 0
     missing: list[int] = []
     repeated: list[int] = []
@@ -144,14 +151,13 @@ def _report(connection: sqlite3.Connection, run: str) -> LineageReport:
         repeated.extend(range(first_pack, last_pack + 1) if commits_of_step > 1 else range(first_pack, expected))
         quarantined.extend(json.loads(skipped))
         expected = last_pack + 1
-    missing.extend(range(expected, present))
     return LineageReport(
         run=run,
         incarnations=incarnations,
         steps_committed=counted,
         steps_discarded=commits - counted,
         first_sequence_number=first,
-        next_sequence_number=max(expected, present),
+        next_sequence_number=expected,
         quarantined=tuple(quarantined),
         missing=tuple(missing),
         repeated=tuple(repeated),

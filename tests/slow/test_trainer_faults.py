@@ -200,6 +200,40 @@ def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
     assert_same_run(run, undisturbed)
 
 
+def test_killed_between_its_seek_and_the_link_to_where_it_begins(
+    undisturbed: LiveRun, recipe: Path, address: str, ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had loaded step 5, and the next start goes on from step 10: nothing that counts was trained in between."""
+    run = LiveRun(recipe, address, tmp_path, *LENGTH, "name=between")
+    run.train_until(10)
+    latest = tmp_path / "checkpoints" / "latest"
+    load_weights = start.load_weights
+
+    def point(step: int) -> None:
+        latest.unlink()
+        latest.symlink_to(f"step-{step:08d}")
+
+    def load_before_the_older_one_saves(*arguments: Any) -> SavedState | None:
+        point(5)
+        saved = load_weights(*arguments)
+        point(10)
+        return saved
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(start, "load_weights", load_before_the_older_one_saves)
+        patch.setattr(start, "go_on_from", die)
+        run.train()
+    assert newest_step(run) == 10
+    run.train()
+    report = lineage_report(ledger / "ledger.sqlite", "between")
+    assert report.exactly_once, report
+    assert (report.incarnations, report.steps_committed, report.steps_discarded) == (2, 24, 0)
+    assert_same_run(run, undisturbed)
+
+
 @pytest.mark.parametrize("step", [5, 10])
 def test_killed_between_the_rename_of_a_checkpoint_and_its_link(
     undisturbed: LiveRun,

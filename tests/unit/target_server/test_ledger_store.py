@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from target_server.lease_ledger import SeekTo
 from target_server.ledger_store import SCHEMA_VERSION, LedgerStore
 from target_server.lineage import lineage_report
 from tests.fakes.ledger_desk import FINGERPRINT, STREAM, LedgerDesk, terms
@@ -144,6 +145,48 @@ class TestLineage:
         report = lineage_report(desk.store.path, "a")
         assert report.exactly_once
         assert (report.first_sequence_number, report.next_sequence_number) == (7, 8)
+
+    def test_who_committed_nothing_has_replaced_nothing(self, desk: LedgerDesk) -> None:
+        """Trainers that were killed before their first step: without a checkpoint, from an older one, from a newer."""
+        name, incarnation = desk.join("a")
+        train(desk, name, incarnation, range(6))
+        for next_step in (0, 3, 6):
+            desk.seek(name, next_step)
+            report = lineage_report(desk.store.path, "a")
+            assert report.exactly_once, report
+            assert (report.incarnations, report.steps_committed, report.steps_discarded) == (1, 6, 0)
+        desk.seek(name, 2)
+        train(desk, name, desk.seek(name, 8), [8])
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once, "steps 6 and 7 count for the first incarnation: the weights have them"
+        assert (report.incarnations, report.steps_committed, report.steps_discarded) == (2, 9, 0)
+
+    def test_who_began_elsewhere_and_committed_nothing_breaks_no_proof(self, desk: LedgerDesk) -> None:
+        """A second trainer of the run, without its checkpoint, that began live: its step 0 has other packs."""
+        name, incarnation = desk.join("a")
+        train(desk, name, incarnation, range(4))
+        desk.ledger.seek(name, SeekTo(0, 40, incarnation))
+        incarnation = desk.ledger.seek(name, SeekTo(4, 0, incarnation + 1))
+        train(desk, name, incarnation, [4])
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once and report.packs_counted == 5, report
+
+    def test_a_run_opened_anew_with_larger_steps_begins_anew(self, desk: LedgerDesk) -> None:
+        name, incarnation = desk.join("a")
+        train(desk, name, incarnation, range(3))
+        desk.control.close(name)
+        desk.open("a", packs_per_step=2)
+        desk.seek(name, 0)
+        train(desk, name, desk.seek(name, 1), [1])  # the commit of its step 0 was lost
+        report = lineage_report(desk.store.path, "a")
+        assert report.exactly_once and (report.steps_committed, report.next_sequence_number) == (2, 4), report
+
+    def test_what_a_cursor_left_out_is_no_pack_that_counts(self, desk: LedgerDesk) -> None:
+        """The answer to the commit was lost, and so was the server that had set the pack aside."""
+        name, _ = desk.join("a")
+        train(desk, name, desk.seek(name, 3, quarantined=frozenset({1})), [3])
+        report = lineage_report(desk.store.path, "a")
+        assert (report.quarantined, report.packs_counted) == ((1,), 3)
 
     def test_an_unknown_run(self, desk: LedgerDesk) -> None:
         with pytest.raises(SlipstreamError, match="'nobody'"):

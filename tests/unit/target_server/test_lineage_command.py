@@ -51,9 +51,10 @@ def test_the_proof_of_every_run(trained: LedgerDesk, capsys: pytest.CaptureFixtu
     ("damage", "words", "missing", "repeated"),
     [
         ("DELETE FROM commits WHERE step = 1", "MISSING 1: 1", [1], []),
-        ("DELETE FROM commits WHERE incarnation = 2", "packs 0 to 1: 2 counted", [], []),
+        ("DELETE FROM commits WHERE incarnation = 2", "packs 0 to 3: 4 counted", [], []),
         ("UPDATE commits SET first_sequence_number = 2 WHERE step = 3", "COUNTED MORE THAN ONCE 1: 2", [], [2]),
-        ("INSERT INTO incarnations VALUES ('subscriptions/a', 3, 8, 0, 1)", "MISSING 3: 5-7", [5, 6, 7], []),
+        ("INSERT INTO incarnations VALUES ('subscriptions/a', 3, 0, 7, 1)", "packs 0 to 4: 4 counted", [], []),
+        ("INSERT INTO commits VALUES ('subscriptions/a', 3, 8, 8, 8, '[]')", "MISSING 3: 5-7", [5, 6, 7], []),
     ],
 )
 def test_a_ledger_that_proves_nothing(
@@ -88,6 +89,8 @@ def test_nothing_to_prove(desk: LedgerDesk, capsys: pytest.CaptureFixture[str]) 
     assert run_command(["lineage", str(desk.store.path)]) == 0
     assert "No run has trained" in capsys.readouterr().out
     desk.join("a")
+    assert run_command(["lineage", str(desk.store.path)]) == 0
+    assert "No run has trained" in capsys.readouterr().out, "held-out answers are read, and nothing is trained"
     assert run_command(["lineage", str(desk.store.path), "a"]) == 0
     assert "no step is committed yet" in capsys.readouterr().out
 
@@ -98,7 +101,7 @@ def test_bad_input_is_no_broken_promise(desk: LedgerDesk, tmp_path: Path) -> Non
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("no database at all")
     for arguments, words in (
-        ((desk.store.path, "nobody"), "no incarnation of a run 'nobody'. .*server: a."),
+        ((desk.store.path, "nobody"), "no incarnation of a run 'nobody'. .*server: none."),
         ((tmp_path / "none.sqlite",), "There is no ledger .*none.sqlite. Name the file"),
         ((tmp_path,), "There is no ledger"),
         ((tmp_path / "other.sqlite",), "is a database, but not a ledger"),
