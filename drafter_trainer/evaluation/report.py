@@ -153,6 +153,36 @@ def _spread(interval: Sequence[float] | None, form: str) -> str:
     return f" [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
+def shares_in_words(shares: Sequence[float]) -> tuple[str, ...]:
+    """Acceptance by position, from the first draft on."""
+    return tuple(f"{share:.0%}" for share in shares)
+
+
+def positions_in_words(report: dict[str, Any]) -> list[str]:
+    """Acceptance by position over all sources, for each setting and drafter."""
+    return [
+        f"Acceptance by position, {label}, {Setting(found['batch_size'], found['temperature']).in_words()}: "
+        + " ".join(shares_in_words(shares))
+        for found in report["by_setting"]
+        for label, by_source in found["results"].items()
+        if (shares := by_source["all"]["acceptance_by_position"])
+    ]
+
+
+def part_batches_in_words(report: dict[str, Any]) -> list[str]:
+    """Batches that were not full are no measurement of how many tokens such a batch gives in a second."""
+    lines = []
+    for size in sorted({found["batch_size"] for found in report["by_setting"]}):
+        by_source = report["by_setting"][0]["results"][PLAIN]
+        sources = [source for source, row in by_source.items() if source != "all" and row["prompts"] % size]
+        if sources:
+            lines.append(
+                f"Batch {size} was not always full ({', '.join(sources)}): its empty rows took time and gave no "
+                "tokens, plainly and drafted alike, so that tokens/s is below what full ones reach."
+            )
+    return lines
+
+
 def loop_in_words(report: dict[str, Any]) -> str:
     """What decoded, the same for every way of decoding."""
     settings = report["settings"]

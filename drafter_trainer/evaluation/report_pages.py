@@ -8,7 +8,9 @@ from typing import Any
 from drafter_trainer.evaluation.report import (
     as_json,
     losslessness_in_words,
+    part_batches_in_words,
     row_in_words,
+    shares_in_words,
     shown_sources,
     target_in_words,
     write_text,
@@ -18,7 +20,9 @@ from drafter_trainer.evaluation.setting import PLAIN, Setting
 from drafter_trainer.evaluation.svg_plots import bar_plot, line_plot
 from slipstream.disk import disk_errors_in_words
 
-COLUMNS = ("setting", "decoding", "source", "prompts", "tokens", "accepted length", "tokens/s", "speed vs plain")
+_NAMES = ("setting", "decoding", "source")
+COLUMNS = (*_NAMES, "prompts", "tokens", "accepted length", "tokens/s", "speed vs plain")
+_POSITIONS = "Acceptance by position"
 MEANING = {
     FIRST: "first token, from the prefill",
     DRAFT: "accepted draft",
@@ -27,9 +31,10 @@ MEANING = {
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --draft: #16a34a44; --bonus: #f59e0b44; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; }
+.wide { overflow-x: auto; } blockquote { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; }
-th, td { padding: .3em .6em; border-bottom: 1px solid var(--line); text-align: right; }
+th, td { padding: .3em .6em; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
 svg { width: 100%; max-width: 640px; font: 12px system-ui, sans-serif; fill: currentColor; }
 svg .grid { stroke: var(--line); } svg .interval { stroke: currentColor; stroke-width: 2; }
@@ -54,9 +59,9 @@ def write_pages(directory: Path, report: dict[str, Any]) -> None:
 def to_markdown(report: dict[str, Any]) -> str:
     """Settings, table, verdict and samples."""
     lines = [f"# {_title(report)}", "", *(f"- {name}: {value}" for name, value in _facts(report).items()), ""]
-    lines += [_markdown_row(COLUMNS), _markdown_row(["---"] * 3 + ["---:"] * 5)]
-    lines += [_markdown_row(row) for row in _rows(report)]
-    lines += ["", f"Intervals: {report['intervals']}.", "", *_verdict(report), ""]
+    lines += _markdown_table(COLUMNS, _rows(report))
+    lines += ["", f"Intervals: {report['intervals']}.", "", *(f"- {line.strip()}" for line in _verdict(report)), ""]
+    lines += [f"## {_POSITIONS}", "", *_markdown_table(*_positions(report)), ""]
     for sample in report.get("samples", ()):
         lines += [f"## {sample['source']}: {sample['prompt']}", "", _in_words(sample), "", *_quoted(sample), ""]
     return "\n".join(lines)
@@ -66,8 +71,6 @@ def to_html(report: dict[str, Any]) -> str:
     """One page, without scripts and without anything to load."""
     title = escape(_title(report))
     facts = "".join(f"<li>{escape(name)}: {escape(str(value))}</li>" for name, value in _facts(report).items())
-    head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in _rows(report))
     verdict = "".join(f"<p>{escape(line)}</p>" for line in _verdict(report))
     legend = ", ".join(f'<span class="{kind}">{words}</span>' for kind, words in MEANING.items())
     samples = "\n".join(_html_sample(sample) for sample in report.get("samples", ()))
@@ -75,8 +78,7 @@ def to_html(report: dict[str, Any]) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{_STYLE}</style></head><body>
 <h1>{title}</h1><ul>{facts}</ul>
-<table><thead><tr>{head}</tr></thead><tbody>
-{rows}</tbody></table>
+{_html_table(COLUMNS, _rows(report))}
 <p>Intervals: {escape(report["intervals"])}.</p>
 {verdict}
 {_plots(report)}
@@ -91,7 +93,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _facts(report: dict[str, Any]) -> dict[str, Any]:
-    names = ("target", "device", "dtype", "loop", "max_new_tokens", "processes", "torch")
+    names = ("target", "device", "dtype", "loop", "max_new_tokens", "processes", "threads_per_process", "torch")
     return {name.replace("_", " "): report["settings"][name] for name in names if name in report["settings"]}
 
 
@@ -109,7 +111,21 @@ def _named(found: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> list[str]:
-    return [*losslessness_in_words(report), target_in_words(report["settings"])]
+    return [*losslessness_in_words(report), *part_batches_in_words(report), target_in_words(report["settings"])]
+
+
+def _positions(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles and rows: the share of rounds in which each draft was kept."""
+    rows = [
+        ((_named(found), label, source), row["acceptance_by_position"])
+        for found in report["by_setting"]
+        for label, by_source in found["results"].items()
+        for source, row in shown_sources(by_source).items()
+        if label != PLAIN
+    ]
+    most = max((len(shares) for _, shares in rows), default=0)
+    filled = [(*names, *shares_in_words(shares), *["-"] * (most - len(shares))) for names, shares in rows]
+    return (*_NAMES, *map(str, range(1, most + 1))), filled
 
 
 def _in_words(sample: dict[str, Any]) -> str:
@@ -155,12 +171,21 @@ def _plots(report: dict[str, Any]) -> str:
         "tokens per second",
         ".0f",
     )
+    ratios = bar_plot(
+        [
+            (f"{label}, {_named(found)}", _number(row["speed_ratio_to_plain"]), row["speed_ratio_to_plain_interval"])
+            for found, label in drafted
+            for row in (found["results"][label]["all"],)
+        ],
+        "speed against plain decoding",
+    )
     headings = (
-        ("Acceptance by position", f"Share of rounds in which the draft there was kept; {best}, {_named(first)}."),
+        (_POSITIONS, f"Share of rounds in which the draft there was kept; {best}, {_named(first)}."),
         ("Accepted length", f"Tokens per verification round, the bonus token included; {_named(first)}."),
         ("Tokens per second", "New tokens of all sources over the time of all rounds, prefill excluded."),
+        ("Speed against plain decoding", "Tokens per second over those of plain decoding by the same loop; 1 is even."),
     )
-    plots = (positions, lengths, speeds)
+    plots = (f"{positions}{_html_table(*_positions(report))}" if positions else "", lengths, speeds, ratios)
     return "\n".join(
         f"<h2>{heading}</h2><p>{escape(words)}</p>{plot}"
         for (heading, words), plot in zip(headings, plots, strict=True)
@@ -170,6 +195,18 @@ def _plots(report: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+def _html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    names = len(_NAMES)
+    under = ["---"] * names + ["---:"] * (len(titles) - names)
+    return [_markdown_row(titles), _markdown_row(under), *map(_markdown_row, rows)]
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -14,6 +14,8 @@ from rich.text import Text
 from drafter_trainer.evaluation.report import (
     loop_in_words,
     losslessness_in_words,
+    part_batches_in_words,
+    positions_in_words,
     row_in_words,
     shown_sources,
     target_in_words,
@@ -41,7 +43,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(_table(_NAMES + _MEASURES, _without_repeats(rows), num_names=len(_NAMES)))
     else:
         _print_turned(rows, console)
-    for line in (*losslessness_in_words(report), target_in_words(report["settings"]), loop_in_words(report)):
+    closing = (*losslessness_in_words(report), target_in_words(report["settings"]), loop_in_words(report))
+    for line in (*positions_in_words(report), *part_batches_in_words(report), *closing):
         # The terminal breaks what is too long; a line in a file stays one.
         console.print(line, markup=False, soft_wrap=True)
 

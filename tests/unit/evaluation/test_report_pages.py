@@ -11,7 +11,7 @@ from drafter_trainer.evaluation.compare import PromptCount, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import intervals
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.report import to_dict
+from drafter_trainer.evaluation.report import part_batches_in_words, to_dict
 from drafter_trainer.evaluation.report_pages import to_html, to_markdown, write_pages
 from drafter_trainer.evaluation.samples import kinds, token_texts
 from drafter_trainer.evaluation.setting import PLAIN, DecodingPlan, Setting
@@ -90,7 +90,7 @@ def test_the_page_loads_nothing(report: dict[str, Any]) -> None:
     page = Page(text)
     assert {"src", "href", "srcset", "xlink:href"}.isdisjoint(name for name, _ in page.attributes)
     assert "@import" not in text and "url(" not in text
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 4
 
 
 def test_pieces_are_coloured_by_where_they_came_from(report: dict[str, Any]) -> None:
@@ -108,9 +108,16 @@ def test_pieces_are_coloured_by_where_they_came_from(report: dict[str, Any]) -> 
 
 def test_markdown_has_a_row_for_every_source_and_quotes_answers(report: dict[str, Any]) -> None:
     lines = to_markdown(report).splitlines()
-    assert sum(line.startswith("| batch") for line in lines) == 2 * 2 * 3
-    assert all(line.count("|") - line.count("\\|") == 9 for line in lines if line.startswith("|"))
+    rows = [line for line in lines if line.startswith("| batch")]
+    measured, positions = rows[: 2 * 2 * 3], rows[2 * 2 * 3 :]
+    assert all(line.count("|") - line.count("\\|") == 9 for line in measured)
+    assert len(positions) == 2 * 3 and all(line.endswith("| 100% | 33% | 33% |") for line in positions)
     assert any(line.startswith("    a[<b>]") for line in lines)
+
+
+def test_batches_that_were_not_full_are_named(report: dict[str, Any]) -> None:
+    (words,) = part_batches_in_words(report)
+    assert words.startswith(f"Batch 4 was not always full (math, {HOSTILE}): its empty rows took time")
 
 
 def test_three_files_are_written(report: dict[str, Any], tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ ROW = {
     "tokens_per_second": 123.45,
     "speed_ratio_to_plain": 2.1,
     "speed_ratio_to_plain_interval": (2.0, 2.2),
+    "acceptance_by_position": [0.5, 0.25],
 }
+PLAIN_ROW = ROW | {"acceptance_by_position": []}
 NUMBERS = ["80", "12345", "3.123", "[2.95, 3.31]", "123.5", "2.10x", "[2.00, 2.20]"]
 
 
 def report(*sources: str, temperatures: tuple[float, ...] = (0.0,)) -> dict[str, object]:
-    by_source = dict.fromkeys((*sources, "all"), ROW)
-    results = dict.fromkeys(("plain", "untrained", "trained"), by_source)
+    plain, drafted = (dict.fromkeys((*sources, "all"), row) for row in (PLAIN_ROW, ROW))
+    results = {"plain": plain, "untrained": drafted, "trained": drafted}
     settings = {"target_verified": True, "dtype": "float32", "loop": "caches that grow", "gap_bound": 0.0}
     return {
         "settings": settings,
@@ -49,6 +51,8 @@ def test_one_table_where_it_fits() -> None:
     assert rows[3].startswith("   ") and rows[3].split()[:2] == ["untrained", "math"], "what is repeated is left out"
     assert rows[9].startswith("batch 1, temperature 1")
     assert all(number in rows[0] for number in NUMBERS)
+    assert "Acceptance by position, trained, batch 1, greedy: 50% 25%" in text
+    assert "position, plain" not in text
 
 
 def test_a_narrow_terminal_gets_the_table_turned_and_whole() -> None:
