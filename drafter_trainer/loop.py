@@ -79,6 +79,15 @@ class TrainingLoop:
         Raises:
             SlipstreamError: INCARNATION_STALE, DISK_FULL, LOSS_NOT_FINITE, OUT_OF_MEMORY, or what ended the feeder.
         """
+        try:
+            self._train()
+        except SlipstreamError as error:
+            if error.reason is Reason.DISK_FULL and self._has_blown_up:
+                # That came first: with more room on the disk, the run would end all the same.
+                raise self._not_finite(f" The disk is full, too. {error.message}") from error
+            raise
+
+    def _train(self) -> None:
         self._measure_again()
         self._parts.reporter.begin()
         while (batch := self._next_batch()) is not None:
@@ -207,16 +216,22 @@ class TrainingLoop:
         self.standing.next_step = step + 1
 
     def _stop_if_not_finite(self) -> None:
-        in_row = self.standing.loop.not_finite_in_row
-        if in_row >= self._parts.spec.train.max_not_finite_steps:
+        if self._has_blown_up:
             self._note_saved(wait=True)
-            raise SlipstreamError(
-                f"Loss or gradient was not finite in {in_row} steps in a row, up to step "
-                f"{self.standing.next_step - 1}; none of them was applied.",
-                reason=Reason.LOSS_NOT_FINITE,
-                remedy=f"The last good checkpoint is kept: {self.standing.last_checkpoint or 'none yet'}. Lower "
-                "optimizer.learning_rate, look at the packs named above, or train in float32.",
-            )
+            raise self._not_finite()
+
+    @property
+    def _has_blown_up(self) -> bool:
+        return self.standing.loop.not_finite_in_row >= self._parts.spec.train.max_not_finite_steps
+
+    def _not_finite(self, besides: str = "") -> SlipstreamError:
+        return SlipstreamError(
+            f"Loss or gradient was not finite in {self.standing.loop.not_finite_in_row} steps in a row, up to step "
+            f"{self.standing.next_step - 1}; none of them was applied.{besides}",
+            reason=Reason.LOSS_NOT_FINITE,
+            remedy=f"The last good checkpoint is kept: {self.standing.last_checkpoint or 'none yet'}. Lower "
+            "optimizer.learning_rate, look at the packs named above, or train in float32.",
+        )
 
     def _save(self) -> None:
         self._settle()

@@ -4,6 +4,8 @@ Whole runs in this process. A trainer that "is killed" here ends by an exception
 point, and neither saves nor commits anything after it.
 """
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -300,3 +302,31 @@ def test_a_directory_that_is_removed_while_it_is_trained_in_ends_the_run_in_word
         LiveRun(recipe, address, tmp_path / "run", *LENGTH, "name=homeless").train()
     assert refused.value.reason is Reason.CHECKPOINT_INVALID
     assert not (tmp_path / "run").exists(), "nothing is written where the run was"
+
+
+@pytest.mark.parametrize("full_at", ["the record", "the checkpoint"])
+def test_a_full_disk_does_not_hide_a_loss_that_blew_up(
+    recipe: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
+) -> None:
+    """Of the third step in a row that is not finite, or of the one before it, whose save is still in flight."""
+    append = MetricsFile.append
+    recorded = threading.Event()
+
+    def fill(file: MetricsFile, record: StepRecord) -> None:
+        if record.step == 3:
+            recorded.set()
+            if full_at == "the record":
+                file._file.close()
+                file._file = Path("/dev/full").open("ab", buffering=0)
+        append(file, record)
+
+    def find_no_room(*_: Any) -> tuple[int, int]:
+        assert recorded.wait(_DEADLINE)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(MetricsFile, "append", fill)
+    monkeypatch.setattr(checkpoint_module, "write_safetensors", find_no_room)
+    explosive = ("optimizer.learning_rate=1e38", "optimizer.warmup_fraction=0", "checkpoint.every_steps=3")
+    with pytest.raises(SlipstreamError, match=r"3 steps in a row, up to step 3; .* The disk is full, too\.") as caught:
+        LiveRun(recipe, address, tmp_path, *explosive, "name=explosive").train()
+    assert caught.value.reason is Reason.LOSS_NOT_FINITE and "learning_rate" in caught.value.remedy
