@@ -317,7 +317,7 @@ def test_a_full_disk_does_not_hide_a_loss_that_blew_up(
             recorded.set()
             if full_at == "the record":
                 file._file.close()
-                file._file = Path("/dev/full").open("ab", buffering=0)
+                file._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - closed as the other
         append(file, record)
 
     def find_no_room(*_: Any) -> tuple[int, int]:
