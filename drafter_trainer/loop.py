@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from drafter_trainer.batch_source import BatchSource, StepBatch
 from drafter_trainer.checkpoint import Checkpoint
@@ -26,6 +27,8 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import WaitInterruptedError
+
+_NOTHING_SAVED = -1
 
 _log = logging.getLogger(__name__)
 
@@ -170,22 +173,38 @@ class TrainingLoop:
             measured = heldout.measure(self._parts.step)
         self._measured = (step + 1, measured)
         if measured is None:
-            log_event(_log, "info", "heldout_not_measured", step=step + 1, because="the run was told to stop")
+            why = "the run was told to stop; the next start measures it first"
+            log_event(_log, "info", "heldout_not_measured", step=step + 1, because=why)
         else:
             log_event(_log, "info", "heldout_measured", step=step + 1, **measured.log_fields())
         return measured
 
     def _measure_again(self) -> None:
-        """What the process before was about to measure when it was told to stop: its last record is written anew."""
+        """What the process before was about to measure when it was told to stop: its last record is written anew, and
+        so is the checkpoint of a step that is saved, so that it can be the best."""
+        record, step = self._unmeasured(), self.standing.next_step - 1
+        measured = None if record is None else self._measure(step)
+        if record is None or measured is None:
+            return
+        found = {**measured.record_fields(), "seconds": record["seconds"] + measured.seconds}
+        with self._parts.link.incarnation_held() as incarnation, self._parts.directory.owned(incarnation):
+            self._parts.metrics.append_fields(record | found)
+        if self._is_saved_after(step) or step + 1 == self.standing.total_steps:
+            self._saved_step = _NOTHING_SAVED
+            self._save()
+
+    def _unmeasured(self) -> dict[str, Any] | None:
+        """The record of the newest step, where that is to be measured and was not."""
         step = self.standing.next_step - 1
         record = self._parts.metrics.newest() if step >= 0 and self._is_measured_after(step) else None
         if record is None or record["step"] != step or record.get("heldout_accepted_length") is not None:
-            return
-        measured = self._measure(step)
-        if measured is not None:
-            found = {**measured.record_fields(), "seconds": record["seconds"] + measured.seconds}
-            with self._parts.link.incarnation_held() as incarnation, self._parts.directory.owned(incarnation):
-                self._parts.metrics.append_fields(record | found)
+            return None
+        return record
+
+    @property
+    def is_finished(self) -> bool:
+        """Every step is trained, and the last one measured where the recipe says so. Else the run can be resumed."""
+        return self.standing.next_step == self.standing.total_steps and self._unmeasured() is None
 
     def _commit(self, step: int) -> None:
         try:

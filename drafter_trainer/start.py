@@ -97,7 +97,7 @@ def _say_how_it_ended(spec: RunSpec, loop: TrainingLoop, *, stopped: bool, by_ha
     }
     if torch.cuda.is_available():
         facts["peak_reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
-    if standing.next_step == standing.total_steps:
+    if loop.is_finished:
         log_event(_log, "info", "run_finished", **facts)
         return "finished"
     if stopped:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from drafter_trainer.agent_line import NO_AGENT
 from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.start import RunOptions, train
 from drafter_trainer.stop_request import StopRequest
@@ -91,6 +92,8 @@ class LiveRun(Trainer):
     def __init__(self, recipe: Path, address: str, directory: Path, *settings: str) -> None:
         super().__init__(Processes(), recipe, directory, *settings)
         self._address = address
+        self.agent = NO_AGENT
+        """Who is told how the process stands."""
 
     def train(self, *settings: str) -> int:
         """What the command does between its arguments and its exit status.
@@ -105,6 +108,7 @@ class LiveRun(Trainer):
             log_every=1e9,
             threads=None,
             token=None,
+            agent=self.agent,
         )
         return train(load_recipe(self._recipe, [*self._settings, *settings]).spec, options)
 

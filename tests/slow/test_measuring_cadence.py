@@ -1,11 +1,15 @@
 """Held-out acceptance as often as the recipe says: the same series however the run is stopped."""
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from drafter_trainer.agent_line import AgentLine
+from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.checkpoint_state import best_checkpoint, read_state
 from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
 from drafter_trainer.step import TrainingStep
@@ -42,6 +46,12 @@ def estimates(run: LiveRun) -> dict[int, float | None]:
     return {state.cursor.next_step: state.heldout and state.heldout.accepted_length for state in states}
 
 
+def best_step(run: LiveRun) -> int:
+    best = best_checkpoint(run.directory / "checkpoints")
+    assert best is not None
+    return read_state(best).cursor.next_step
+
+
 def test_it_is_measured_as_often_as_the_recipe_says(undisturbed: LiveRun) -> None:
     found = undisturbed.measured()
     assert found.keys() == {4, 8, 12, 16, 20, 22}
@@ -50,8 +60,7 @@ def test_it_is_measured_as_often_as_the_recipe_says(undisturbed: LiveRun) -> Non
     assert all((record["heldout_sources"] is None) == (record["heldout_seconds"] == 0.0) for record in records)
     # The best is one of the checkpoints, and of these only what was measured at their own step counts.
     assert estimates(undisturbed) == {10: None, 20: found[20], 22: found[22]}
-    best = best_checkpoint(undisturbed.directory / "checkpoints")
-    assert best is not None and read_state(best).cursor.next_step == max((20, 22), key=lambda step: found[step])
+    assert best_step(undisturbed) == max((20, 22), key=lambda step: found[step])
 
 
 def test_without_a_word_it_is_measured_at_every_checkpoint(
@@ -92,6 +101,48 @@ def test_a_stop_while_it_is_measured_loses_no_measurement(
     assert [record["step"] for record in run.records()] == [*range(12), *range(11, 22)]
     assert_same_run(run, undisturbed)
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]
+
+
+def test_a_stop_while_the_last_step_is_measured_ends_no_run(
+    undisturbed: LiveRun, recipe: Path, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent is told that it was stopped: a run that counts as finished is never started again."""
+    run = LiveRun(recipe, address, tmp_path, *LENGTH, EVERY, "name=stopped-last")
+    measure = HeldoutEvaluation.measure
+    start_source = BatchSource.start
+    begun: list[int] = []
+
+    def told_to_stop(evaluation: HeldoutEvaluation, step: TrainingStep) -> HeldoutResult | None:
+        begun.append(len(begun) + 1)
+        if begun[-1] in (6, 7):
+            stop_here()
+        return measure(evaluation, step)
+
+    def train() -> str:
+        """How the process ended, in its own word to its agent."""
+        agent, child = socket.socketpair()
+        run.agent = AgentLine(child.detach())
+        assert run.train() == 0
+        with agent, agent.makefile("r") as lines:
+            return next(news["end"] for news in map(json.loads, lines) if "end" in news)
+
+    def stop_before_it_goes_on(source: BatchSource, next_step: int) -> None:
+        stop_here()
+        start_source(source, next_step)
+
+    monkeypatch.setattr(HeldoutEvaluation, "measure", told_to_stop)
+    assert [train(), train()] == ["stopped", "stopped"]
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchSource, "start", stop_before_it_goes_on)
+        assert train() == "stopped"
+    assert len(begun) == 7 and len(run.records()) == 22
+    assert 22 not in run.measured() and estimates(run)[22] is None
+    assert train() == "finished"
+    assert run.measured() == undisturbed.measured() and estimates(run) == estimates(undisturbed)
+    assert [record["step"] for record in run.records()] == [*range(22), 21]
+    assert best_step(run) == best_step(undisturbed)
+    assert_same_run(run, undisturbed)
+    assert train() == "finished" and len(begun) == 8, "nothing is left to do"
 
 
 def test_a_target_that_dies_while_it_is_measured(
