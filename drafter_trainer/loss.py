@@ -19,14 +19,9 @@ from drafter_trainer.frozen_head import FrozenHead
 from drafter_trainer.objectives import SlotInput, SlotStatistics, slot_statistics
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
 from drafter_trainer.target_states import TargetStates
-from slipstream.plan.loss_chunks import default_rows, fullest_length
+from slipstream.plan.loss_chunks import default_rows, default_rows_on_cpu, fullest_length
 from slipstream.run_spec.spec import LossSpec, ObjectiveName
 
-_CPU_LOGITS_BYTES = 64 << 20
-_CPU_BYTES_PER_LOGIT = 8
-"""Cross-entropy alone: logits and their gradient, float32."""
-_CPU_BYTES_PER_LOGIT_WITH_TARGET = 48
-"""Measured: 24 for kl to 45 for all objectives at once."""
 _LK_ETA = 3.0
 """The setting that the LK losses' paper recommends (arXiv 2602.23881)."""
 
@@ -104,8 +99,7 @@ def resolve_loss_config(
         total = torch.cuda.get_device_properties(device).total_memory
         rows = default_rows(total, vocab_size, with_target=with_target)
     elif rows is None:
-        per_logit = _CPU_BYTES_PER_LOGIT_WITH_TARGET if with_target else _CPU_BYTES_PER_LOGIT
-        rows = _CPU_LOGITS_BYTES // (per_logit * vocab_size)
+        rows = default_rows_on_cpu(vocab_size, with_target=with_target)
     return LossConfig(
         slot_weights=spec.slot_weights,
         block_size=block_size,

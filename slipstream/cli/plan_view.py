@@ -19,14 +19,16 @@ _GIB = 1 << 30
 def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_speed: bool) -> None:
     """Everything, in the order in which one asks."""
     print_fields(_run_fields(spec, plan, assumed_card=assumed_card))
-    print(f"\nGPU memory on {plan.card.name}, MiB:")
+    kind = "Memory" if plan.sizes.on_cpu else "GPU memory"
+    print(f"\n{kind} of the trainer on {plan.card.name}, MiB:")
     _print_memory(plan.memory)
     print("\nKept for the backward, all layers, MiB:")
     _print_activations(plan.sizes)
     print("\nTime, wire and disk:")
     print_fields(_cost_fields(plan, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
-    print("\nWhat fits:")
-    _print_cards(plan)
+    if plan.cards:
+        print("\nWhat fits:")
+        _print_cards(plan)
 
 
 def refusal(plan: RunPlan) -> SlipstreamError:
@@ -34,7 +36,8 @@ def refusal(plan: RunPlan) -> SlipstreamError:
     nearest, alone = ways_to_fit(plan)
     memory = plan.memory
     needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {plan.card.name} has "
-    remedy = "No settings that were tried fit: take a larger GPU, or a smaller target"
+    larger = "a machine with more memory" if plan.sizes.on_cpu else "a larger GPU"
+    remedy = f"No settings that were tried fit: take {larger}, or a smaller target"
     if nearest is not None:
         remedy = f"Nearest settings that fit, with {gib(nearest.peak_bytes)}: {in_words(nearest)}"
         others = [in_words(fit) for fit in alone if fit.settings != nearest.settings]
@@ -60,14 +63,15 @@ def _run_fields(spec: RunSpec, plan: RunPlan, *, assumed_card: bool) -> dict[str
     sizes = plan.sizes
     fields = {
         "run": spec.name,
-        "drafter": f"{sizes.parameters / 1e6:,.1f} M parameters, {sizes.num_layers} layers of {sizes.hidden_size}",
-        "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {sizes.num_features} features, "
+        "drafter": f"{sizes.parameters / 1e6:,.1f} M parameters, {_counted(sizes.num_layers, 'layer')} of "
+        f"{sizes.hidden_size}",
+        "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {_counted(sizes.num_features, 'feature')}, "
         f"{sizes.anchors_per_pack} anchors of {sizes.block_size}",
     }
     if assumed_card:
         fields["note"] = "no --memory, and no GPU here: planned for an H200, and nothing is refused"
-    if spec.train.attention == "sdpa":
-        fields["note"] = "this recipe trains on a CPU: memory and time are what its sizes would need on a GPU"
+    if sizes.on_cpu:
+        fields["note"] = "the trainer alone, on a CPU; the target server needs memory and cores besides"
     return fields
 
 
@@ -99,17 +103,23 @@ def _print_activations(sizes: RunSizes) -> None:
 
 def _cost_fields(plan: RunPlan, *, assumed_speed: bool) -> dict[str, str]:
     cost = plan.cost
-    share = plan.tflops / plan.card.peak_tflops
-    speed = f"{plan.tflops:.0f} TFLOP/s"
-    speed += f", assumed: {share:.0%} of the card's {plan.card.peak_tflops:.0f}" if assumed_speed else ", as given"
+    speed = _flop(plan.tflops * 1e12) + "/s"
+    if not assumed_speed:
+        speed += ", as given"
+    elif plan.sizes.on_cpu:
+        speed += ", assumed: what two idle cores were measured at, for each core as much"
+    else:
+        whose = f"the {plan.card.as_fast_as or 'card'}'s"
+        speed += f", assumed: {plan.tflops / plan.card.peak_tflops:.0%} of {whose} {plan.card.peak_tflops:.0f}"
+    copy = "" if plan.sizes.on_cpu else ", and as much page-locked host memory"
     return {
-        "work a step": f"{cost.step_flop / 1e12:,.1f} TFLOP",
+        "work a step": _flop(cost.step_flop),
         "speed": speed,
         "time a step": _seconds(cost.step_seconds),
         "tokens": f"{cost.tokens_per_second:,.0f} a second",
         "the run": _length(cost),
         "wire": f"{gib(cost.wire_bytes_per_pack)} a pack, {gib(cost.wire_bytes_per_second)} a second at that speed",
-        "a checkpoint": f"{gib(cost.checkpoint_bytes)} of disk, and as much page-locked host memory",
+        "a checkpoint": f"{gib(cost.checkpoint_bytes)} of disk{copy}",
         "checkpoints": f"{gib(cost.disk_bytes)} of disk for those that are kept and one being written",
     }
 
@@ -128,6 +138,11 @@ def _heldout_fields(spec: RunSpec, plan: RunPlan) -> dict[str, str]:
         f"read once, {gib(found.host_bytes)} of host memory",
         "a measurement": f"{_counted(found.forwards, 'forward')}, {_seconds(found.seconds)}{in_run}",
     }
+
+
+def _flop(number: float) -> str:
+    """In TFLOP, or in GFLOP where that would be a fraction."""
+    return f"{number / 1e12:,.1f} TFLOP" if number >= 1e12 else f"{number / 1e9:,.1f} GFLOP"
 
 
 def _counted(number: int, what: str) -> str:

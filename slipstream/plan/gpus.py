@@ -1,4 +1,4 @@
-"""Cards to plan for, and how fast a trainer is assumed to be on them."""
+"""Devices to plan for, and how fast a trainer is assumed to be on them."""
 
 import math
 from dataclasses import dataclass
@@ -9,13 +9,15 @@ from slipstream.plan.sizes import RunSizes
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card."""
+    """A card; a CPU is described in the same way."""
 
     name: str
     memory_bytes: int
     """As the driver reports it, about."""
     peak_tflops: float
     """Data sheet: bfloat16, dense, float32 sums."""
+    as_fast_as: str | None = None
+    """A known card whose speed is taken, where only the memory is known."""
 
 
 GPUS = (
@@ -39,6 +41,9 @@ _SMALL_RECORDED = 0.29
 _FP8_GAIN = 1.33
 """139.6 ms a step in bfloat16, 104.7 in FP8, at hidden size 4096."""
 
+TFLOPS_OF_A_CORE = 0.05
+"""Nominal work of the demo's step, 0.24 s on two idle cores (AVX2, float32)."""
+
 
 def gpu_named(name: str) -> Gpu | None:
     """The card that torch calls so: "NVIDIA H100 80GB HBM3" is an H100."""
@@ -55,5 +60,7 @@ def assumed_share(sizes: RunSizes) -> float:
 
 
 def assumed_tflops(sizes: RunSizes, gpu: Gpu) -> float:
-    """TFLOP/s of nominal work."""
+    """TFLOP/s of nominal work. A CPU's peak is what its cores are assumed to reach."""
+    if sizes.on_cpu:
+        return gpu.peak_tflops
     return gpu.peak_tflops * assumed_share(sizes) * (_FP8_GAIN if sizes.fp8 else 1.0)

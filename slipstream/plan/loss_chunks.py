@@ -1,4 +1,4 @@
-"""How many blocks the loss computes at once on a GPU: the trainer takes what the plan counts, because both ask here."""
+"""How many blocks the loss computes at once: the trainer takes what the plan counts, because both ask here."""
 
 from functools import cache
 
@@ -12,6 +12,19 @@ _BYTES_PER_LOGIT = 4
 _BYTES_PER_LOGIT_WITH_TARGET = 24
 """Two distributions, their logarithms, the gradient, an objective's intermediates. Compiled, where most of them are
 never written: assumed, and careful."""
+
+_CPU_LOGITS = 64 << 20
+
+
+def cpu_bytes_per_logit(*, with_target: bool) -> int:
+    """Float32, not compiled: a logit and its gradient; with the target's distribution 24 for kl to 45 for all
+    objectives at once, measured."""
+    return 48 if with_target else 8
+
+
+def default_rows_on_cpu(vocab_size: int, *, with_target: bool) -> int:
+    """Rows of logits that may exist at once where the recipe does not say: 64 MiB of them."""
+    return _CPU_LOGITS // (cpu_bytes_per_logit(with_target=with_target) * vocab_size)
 
 
 def default_rows(device_bytes: int, vocab_size: int, *, with_target: bool) -> int:

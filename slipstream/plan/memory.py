@@ -14,7 +14,8 @@ layer while gradients appear, so that it holds the larger of both.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.plan.loss_chunks import default_rows, fullest_length
+from slipstream.plan.cost import checkpoint_bytes
+from slipstream.plan.loss_chunks import cpu_bytes_per_logit, default_rows, default_rows_on_cpu, fullest_length
 from slipstream.plan.sizes import MUON_NUMBERS_AT_ONCE, RunSizes
 
 MIB = 1 << 20
@@ -29,6 +30,11 @@ SLACK_SHARE = 0.2
 LARGEST_SLACK = 512 * MIB
 """Of the peak, and at most: rounding of blocks, and gaps between them. Measured on an H200: 8 to 25 % (160 to 780 MiB)
 of drafters for a 135M target, 1 % (310 MiB) of one for Qwen3-8B, whose blocks are large."""
+PROGRAM = 384 * MIB
+"""Of a trainer on a CPU: 320 for Python, torch and its libraries before anything is made, measured, and what the
+allocator loses: assumed."""
+EAGER_ACTIVATIONS = 1.3
+"""Of the activations, once more on a CPU, where layers are not compiled and keep more: from four sizes, measured."""
 
 _FLOAT = 4
 _PACKS_IN_USE = 1
@@ -74,6 +80,9 @@ def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
         "activations": sum(saved.values()),
         "hidden states": sizes.block_rows * sizes.hidden_size * sizes.compute_bytes,
     }
+    if sizes.on_cpu:
+        # As it is built, and as numbers that are added to the scores.
+        kept["attention mask"] = sizes.block_rows * (sizes.pack_tokens + sizes.block_rows) * (1 + sizes.compute_bytes)
     computed = sizes.parameters * sizes.compute_bytes
     phases = {
         "forward": kept | {"a layer's intermediates": layer_intermediates(sizes)},
@@ -96,6 +105,8 @@ def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
     held = held_parts(sizes)
     worst = sum(held.values()) + max(sum(parts.values()) for parts in phases.values())
     outside = {"CUDA context": OUTSIDE_ALLOCATOR, "allocator slack": slack_bytes(worst)}
+    if sizes.on_cpu:
+        outside = {"Python and torch": PROGRAM, "layers, not compiled": round(EAGER_ACTIVATIONS * kept["activations"])}
     return MemoryPlan(held, phases, outside)
 
 
@@ -119,7 +130,9 @@ def held_parts(sizes: RunSizes) -> dict[str, int]:
         "optimizer": _FLOAT * (matrices * (1 if sizes.optimizer == "muon" else 2) + 2 * vectors),
         "moving average": parameters * _FLOAT if sizes.moving_average else 0,
         "packs": packs * sizes.pack_bytes + graph_inputs,
-        "workspace": COMPILE_WORKSPACE,
+        # Written from a copy, which lies in the host's memory wherever the state is.
+        "checkpoint's copy": checkpoint_bytes(sizes) if sizes.on_cpu else 0,
+        "workspace": 0 if sizes.on_cpu else COMPILE_WORKSPACE,
     }
 
 
@@ -187,17 +200,24 @@ def measuring_parts(sizes: RunSizes, device_bytes: int) -> dict[str, int]:
 
 
 def used_bytes_per_logit(sizes: RunSizes) -> int:
-    """What a compiled chunk keeps at once, in the compute precision: logits, gradient, and where they are needed the
+    """What a chunk keeps at once. Compiled, in the compute precision: logits, gradient, and where they are needed the
     target's logits; there a float32 copy was seen besides. From peaks of runs on an H200 (135M target): 3.8, and with
     the target 5.9 to 9.9 before the loss's last change; the larger one, rounded up."""
+    if sizes.on_cpu:
+        return cpu_bytes_per_logit(with_target=sizes.needs_target_distribution)
     return 10 if sizes.needs_target_distribution else 4
 
 
 def chunk_blocks(sizes: RunSizes, device_bytes: int) -> int:
     """Blocks whose logits exist at once: as the recipe says, or as many as a share of the device holds."""
     rows, slots = sizes.chunk_rows, sizes.block_size - 1
+    with_target = sizes.needs_target_distribution
+    if sizes.on_cpu:
+        rows = rows or default_rows_on_cpu(sizes.vocab_size, with_target=with_target)
+        chunks = -(-sizes.anchors_per_pack // max(1, rows // slots))
+        return -(-sizes.anchors_per_pack // chunks)
     if rows is None:
-        rows = default_rows(device_bytes, sizes.vocab_size, with_target=sizes.needs_target_distribution)
+        rows = default_rows(device_bytes, sizes.vocab_size, with_target=with_target)
     return fullest_length(sizes.anchors_per_pack, max(1, rows // slots), slots)
 
 

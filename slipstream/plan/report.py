@@ -42,6 +42,7 @@ class RunPlan:
     heldout: HeldoutCost | None
     """None where nothing is measured, or where the file of the answers is not on this machine."""
     cards: tuple[CardFit, ...]
+    """None for a run on a CPU."""
 
 
 def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None = None) -> RunPlan:
@@ -72,7 +73,7 @@ def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None
         cost=_cost(spec, sizes, reached),
         tflops=reached,
         heldout=measuring,
-        cards=tuple(_card_fit(spec, sizes, gpu) for gpu in GPUS),
+        cards=() if sizes.on_cpu else tuple(_card_fit(spec, sizes, gpu) for gpu in GPUS),
     )
 
 

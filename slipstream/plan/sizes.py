@@ -70,6 +70,8 @@ class RunSizes:
     """A pack that is to hold the longest document cannot be shorter."""
     layers_are_named: bool = False
     """The recipe says of every layer what it is: it cannot have fewer without other changes."""
+    on_cpu: bool = False
+    """Nothing is compiled there, and memory is the host's."""
     measures: bool = False
     """Held-out acceptance is measured between steps."""
 
@@ -144,7 +146,8 @@ class RunSizes:
         """Fill in what the recipe leaves to the target.
 
         Raises:
-            SlipstreamError: SPEC_INVALID, heads that do not divide; ENVIRONMENT_UNSUPPORTED, another architecture.
+            SlipstreamError: SPEC_INVALID, heads that do not divide; TARGET_INCOMPATIBLE, layers that the target does
+                not have; ENVIRONMENT_UNSUPPORTED, another architecture.
         """
         drafter, train = spec.drafter, spec.train
         if drafter.architecture != DFLASH:
@@ -162,6 +165,8 @@ class RunSizes:
                 remedy="Set drafter.num_attention_heads and drafter.num_key_value_heads so that they divide.",
             )
         features = drafter.target_layer_ids
+        num_features = len(features) if features else drafter.num_features or drafter.num_layers
+        _require_layers(features, num_features, target.num_layers)
         sizes = cls(
             hidden_size=target.hidden_size,
             intermediate_size=drafter.intermediate_size or target.intermediate_size,
@@ -171,7 +176,7 @@ class RunSizes:
             vocab_size=target.vocab_size,
             tie_word_embeddings=target.tie_word_embeddings,
             num_layers=drafter.num_layers,
-            num_features=len(features) if features else drafter.num_features or drafter.num_layers,
+            num_features=num_features,
             block_size=drafter.block_size,
             pack_tokens=spec.data.pack_tokens,
             anchors_per_pack=train.anchors_per_pack,
@@ -187,13 +192,36 @@ class RunSizes:
             chunk_rows=spec.loss.chunk_rows,
             least_pack_tokens=spec.data.max_document_tokens or TILE,
             layers_are_named=drafter.layer_types is not None,
+            on_cpu=train.attention == "sdpa",
             measures=spec.eval.heldout is not None,
         )
         return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
 
 
+def _require_layers(named: tuple[int, ...] | None, num_features: int, num_layers: int) -> None:
+    """As the trainer does, once it knows the target."""
+    if named is not None and max(named) >= num_layers:
+        raise SlipstreamError(
+            f"drafter.target_layer_ids names layer {max(named)}, the target has layers 0 to {num_layers - 1}",
+            reason=Reason.TARGET_INCOMPATIBLE,
+            remedy="Name layers that the target has, or leave target_layer_ids out.",
+        )
+    # One stands in the middle; several are spread from the second to the third from the end.
+    step = (num_layers - 4) / max(1, num_features - 1)
+    spread = {round(1 + index * step) for index in range(num_features)}
+    if named is None and num_features > 1 and (len(spread) < num_features or min(spread) < 0):
+        raise SlipstreamError(
+            f"{num_features} different features were asked for, the target has {num_layers} layers and the default "
+            f"spread needs at least {num_features + 3}",
+            reason=Reason.TARGET_INCOMPATIBLE,
+            remedy="Lower drafter.num_features or name drafter.target_layer_ids.",
+        )
+
+
 def _records(spec: RunSpec, parameters: int) -> bool:
-    """As the trainer decides it on a GPU."""
+    """As the trainer decides it."""
+    if spec.train.attention == "sdpa":
+        return False
     if spec.train.cuda_graphs == "auto":
         return parameters <= MOST_RECORDED_PARAMETERS
     return spec.train.cuda_graphs

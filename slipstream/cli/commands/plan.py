@@ -28,7 +28,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="the target's config.json, .gguf file or directory, or hidden_size=…,num_layers=…; default: target.model",
     )
     parser.add_argument(
-        "--memory", type=parse_memory, metavar="SIZE", help="of the GPU, 24GiB; default: this machine's first GPU"
+        "--memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="of the GPU (for a recipe that trains on a CPU: of the host), 24GiB; default: this machine's",
     )
     parser.add_argument("--tflops", type=parse_tflops, metavar="N", help="that the trainer achieves; default: assumed")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
@@ -70,10 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
     spec = load_recipe(recipes.find_recipe(args.recipe), args.set).spec
     target = target_sizes(spec.target, args.target_config or _packaged(args))
-    card, is_limit = card_of(args.memory)
+    on_cpu = spec.train.attention == "sdpa"
+    card, is_limit = cpu_of(args.memory) if on_cpu else card_of(args.memory)
     plan = plan_run(spec, target, card, args.tflops)
     if args.output == "json":
-        print_json({"run": spec.name, "assumed_card": not is_limit, **as_json(plan)})
+        print_json({"name": spec.name, "assumed_card": not is_limit, **as_json(plan)})
     else:
         print_plan(spec, plan, assumed_card=not is_limit, assumed_speed=args.tflops is None)
     if is_limit and not fits(plan):
@@ -102,12 +106,22 @@ def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     if memory_bytes is not None:
         # As fast as the smallest known card that has so much.
         like = next((gpu for gpu in sorted(GPUS, key=_size) if gpu.memory_bytes >= 0.9 * memory_bytes), GPUS[-1])
-        return Gpu("a GPU of this size", memory_bytes, like.peak_tflops), True
+        return Gpu("a GPU of this size", memory_bytes, like.peak_tflops, as_fast_as=like.name), True
     gpus = probe_torch().gpus if driver_version() is not None else ()
     if not gpus:
         return H200, False
     known = gpu_named(gpus[0].name)
     return Gpu(gpus[0].name, gpus[0].memory_bytes, (known or H200).peak_tflops), True
+
+
+def cpu_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
+    """This machine's processor and memory, for a recipe that trains on a CPU."""
+    from slipstream import machine_probe
+    from slipstream.plan.gpus import TFLOPS_OF_A_CORE, Gpu
+
+    cores = machine_probe.usable_cores()
+    size = machine_probe.memory_bytes()[0] if memory_bytes is None else memory_bytes
+    return Gpu(f"a CPU with {cores} core{'' if cores == 1 else 's'}", size, cores * TFLOPS_OF_A_CORE), True
 
 
 def _size(gpu: "Gpu") -> int:

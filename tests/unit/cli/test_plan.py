@@ -63,13 +63,14 @@ def test_people_see_parts_phases_cards_and_costs(recipe: str, capsys: pytest.Cap
         "a checkpoint",
     ):
         assert words in shown
-    assert "75.7 TFLOP" in shown and "1,000 steps" in shown and "assumed: 55%" in shown
+    assert "75.7 TFLOP" in shown and "1,000 steps" in shown and "assumed: 55% of the A100 80GB's" in shown
 
 
 def test_programs_get_the_same(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned_as_json(capsys, recipe, "--memory", "80GiB", "--tflops", "757")
     memory = plan["memory"]
-    assert plan["fits"] and plan["nearest_settings"] is None and not plan["assumed_card"]
+    assert plan["name"] == "planned" and not plan["assumed_card"]
+    assert plan["fits"] and plan["nearest_settings"] is None
     held = sum(memory["held"].values())
     for phase in memory["phases"].values():
         assert phase["peak_bytes"] == held + sum(phase["parts"].values())
@@ -121,10 +122,18 @@ def test_without_a_gpu_nothing_is_refused(
     assert "nothing is refused" in capsys.readouterr().out
 
 
-def test_a_recipe_for_a_cpu_says_what_the_numbers_mean(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_for_a_cpu_is_planned_for_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = ("--set=train.device=cpu", "--set=train.attention=sdpa", "--set=train.precision=float32")
     assert planned(recipe, "--memory", "140GiB", *cpu) == 0
-    assert "trains on a CPU" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the trainer alone, on a CPU" in shown and "Python and torch" in shown and "CUDA" not in shown
+    assert "What fits" not in shown and "page-locked" not in shown
+    with pytest.raises(SlipstreamError) as refused:
+        planned(recipe, "--memory", "16GiB", *cpu)
+    assert "a CPU with" in refused.value.message and "--set drafter.num_layers=" in refused.value.remedy
+    with pytest.raises(SlipstreamError) as refused:
+        planned(recipe, "--memory", "2GiB", *cpu)
+    assert "a machine with more memory" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

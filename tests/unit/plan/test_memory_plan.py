@@ -14,6 +14,7 @@ from drafter_trainer.optimizer import DrafterOptimizer
 from slipstream.plan.cost import checkpoint_bytes, plan_cost, step_flop
 from slipstream.plan.memory import (
     GIB,
+    MIB,
     chunk_blocks,
     expected_in_warm_up,
     plan_memory,
@@ -98,6 +99,10 @@ def test_the_chunk_is_the_one_that_the_loss_takes(
     )
     sizes = replace(C, needs_target_distribution=objective != "cross_entropy", chunk_rows=rows)
     assert chunk_blocks(sizes, H200_BYTES) == _chunk_length(sizes.anchors_per_pack, config)
+    config = resolve_loss_config(
+        spec, block_size=C.block_size, vocab_size=C.vocab_size, logit_soft_cap=None, device=torch.device("cpu")
+    )
+    assert chunk_blocks(replace(sizes, on_cpu=True), 0) == _chunk_length(sizes.anchors_per_pack, config)
 
 
 # Of torch's allocator on an H200, GiB: benchmarks/train_step.py, which holds three packs.
@@ -127,6 +132,24 @@ def test_phases_of_size_c_are_what_a_run_measured() -> None:
     sizes = replace(C, needs_target_distribution=True, chunk_rows=17 * 15)
     expected = expected_in_warm_up(sizes, plan_memory(sizes, H200_BYTES))
     assert expected == pytest.approx(measured, rel=0.09)
+
+
+# (pack tokens, anchors, block size, layers, features): MiB that a process took for a few steps of a drafter for a 135M
+# target on two cores, float32, beyond what it had once torch was loaded. Two packs, and no checkpoint's copy.
+ON_A_CPU = {(256, 48, 3, 2, 1): 335, (512, 64, 4, 5, 5): 634, (2048, 256, 8, 5, 5): 1409, (1024, 128, 8, 2, 5): 507}
+
+
+@pytest.mark.parametrize("shape", ON_A_CPU)
+def test_a_step_on_a_cpu_takes_what_was_measured(shape: tuple[int, int, int, int, int]) -> None:
+    tokens, anchors, block, layers, features = shape
+    sizes = replace(
+        C, pack_tokens=tokens, anchors_per_pack=anchors, block_size=block, num_layers=layers, num_features=features,
+        compute_bytes=4, wire_bytes=4, on_cpu=True,
+    )  # fmt: skip
+    plan = plan_memory(sizes, 0)
+    predicted = plan.peak_bytes - 320 * MIB - 3 * sizes.pack_bytes - checkpoint_bytes(sizes)
+    assert predicted / MIB == pytest.approx(ON_A_CPU[shape], rel=0.25)
+    assert plan.held["workspace"] == 0
 
 
 def test_size_a_and_b_lie_where_the_design_wants_them() -> None:

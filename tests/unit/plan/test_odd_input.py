@@ -2,20 +2,24 @@
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafter_trainer.drafter_config import default_target_layer_ids
 from slipstream.cli.commands.plan import parse_tflops
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
 from slipstream.plan import search
 from slipstream.plan.memory import GIB
 from slipstream.plan.search import _knobs, nearest_fit
+from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.plan.target_sizes import sizes_of_config, sizes_of_numbers, target_sizes
-from slipstream.run_spec.spec import TargetSpec
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec, TargetSpec
 from tests.unit.plan.sizes import A
 
 CONFIG = {
@@ -25,6 +29,30 @@ CONFIG = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 9, 30])
+def test_layers_are_those_that_the_trainer_finds(num_layers: int) -> None:
+    target = sizes_of_config(CONFIG | {"num_hidden_layers": num_layers}, "here")
+    for num_features in range(1, 30):
+        drafter: dict[str, object] = {"num_features": num_features}
+        assert _is_refused(drafter, target) is _raises(default_target_layer_ids, num_layers, num_features)
+    assert not _is_refused({"target_layer_ids": [num_layers - 1]}, target)
+    assert _is_refused({"target_layer_ids": [num_layers]}, target)
+
+
+def _is_refused(drafter: dict[str, object], target: TargetSizes) -> bool:
+    run = {"name": "r", "target": {"model": "m"}, "data": {"files": ["f"]}, "train": {"max_steps": 1}}
+    return _raises(RunSizes.of, RunSpec.model_validate(run | {"drafter": drafter}), target)
+
+
+def _raises(function: Callable[..., object], *arguments: object) -> bool:
+    try:
+        function(*arguments)
+    except SlipstreamError as error:
+        assert error.reason is Reason.TARGET_INCOMPATIBLE
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
