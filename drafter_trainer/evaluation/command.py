@@ -163,7 +163,8 @@ def _decode(
     with closing(decode_prompts(plan, prompts, jobs, progress.begin)) as decodings:
         comparisons = compare(progress.follow(decodings), plan.labels, gap_bound)
     settings = {
-        "checkpoint": directory.name,
+        # Not `best` or `latest`, which move on.
+        "checkpoint": directory.resolve().name,
         "run": spec.name,
         "target": plan.target.model,
         "target_verified": verified,

@@ -12,8 +12,9 @@ from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.checkpoint_state import CheckpointState, read_state
 from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
+from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.drafter_format import Verifier
-from drafter_trainer.formats.model_card import CardFacts, model_card, read_evaluation, target_facts
+from drafter_trainer.formats.model_card import CardFacts, model_card, target_facts
 from drafter_trainer.formats.module import as_module, require_dflash
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
@@ -61,9 +62,11 @@ def export(plan: ExportPlan) -> SelfTest | None:
             cannot serve such a drafter; PATH_NOT_ALLOWED, DISK_FULL; TARGET_INCOMPATIBLE; MODEL_INVALID.
     """
     require_free(plan.output, replace=plan.replace)
-    evaluation = read_evaluation(plan.evaluation) if plan.evaluation else None
+    state = read_state(plan.checkpoint)
+    name = plan.checkpoint.resolve().name
+    results = evaluation_results(plan.evaluation, state, name) if plan.evaluation else heldout_results(state)
     text, master = load_drafter_weights(plan.checkpoint)
-    state, config = read_state(plan.checkpoint), require_dflash(DrafterConfig.from_json(text), str(plan.checkpoint))
+    config = require_dflash(DrafterConfig.from_json(text), str(plan.checkpoint))
     form, published = FORMATS[plan.format_name], PublishedConfig.of(config)
     # What the engine cannot serve, and weights that are not finite, are refused before a target is loaded.
     form.config_json(published, Verifier("", ()), torch.float32)
@@ -77,7 +80,7 @@ def export(plan: ExportPlan) -> SelfTest | None:
         form.write(directory, published, weights, verifier)
         form.check(directory, published, weights)
         found = None if reader is None else run_self_test(reader, as_module(config, weights), directory)
-        _describe(directory, plan, state, config, (found, evaluation))
+        _describe(directory, plan, state, config, (found, results))
     log_event(_log, "info", "exported", directory=str(plan.output), format=form.name, dtype=plan.dtype)
     return found
 
@@ -120,12 +123,14 @@ def _describe(
     plan: ExportPlan,
     state: CheckpointState,
     config: DFlashConfig,
-    results: tuple[SelfTest | None, dict[str, object] | None],
+    findings: tuple[SelfTest | None, str | None],
 ) -> None:
-    found, evaluation = results
+    found, results = findings
     run_directory = plan.checkpoint.resolve().parent.parent
     files = locate_target(plan.target) if plan.target else files_at_hand(plan.spec.target)
-    target = target_facts(plan.served_as, plan.spec.target, files)
+    # A hub's name says more than the recipe's path of the same files.
+    named = plan.target if plan.target and files and files.revision else plan.spec.target
+    target = target_facts(plan.served_as, named, files)
     if target.hub_name is None:
         log_event(_log, "info", "card_names_no_base_model", target=target.name, remedy="--target-name OWNER/NAME")
     facts = CardFacts(
@@ -139,7 +144,7 @@ def _describe(
         seconds=seconds_of_steps(run_directory / "metrics.jsonl", state.cursor.next_step),
         versions=state.versions,
         self_test=found,
-        evaluation=evaluation,
+        results=results,
     )
     write_atomically(directory / "README.md", model_card(plan.spec, config, facts))
     write_provenance(

@@ -5,13 +5,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drafter_trainer.drafter_config import SLIDING, DFlashConfig
 from drafter_trainer.formats.self_test import SelfTest
-from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
-from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_files import MODEL_CARD, TargetFiles, is_path
 
@@ -23,7 +20,7 @@ _SERVE = {
     "  --speculative-algorithm DFLASH --speculative-draft-model-path {directory}",
     "zlab": "from transformers import AutoModel, AutoModelForCausalLM\n\n"
     'drafter = AutoModel.from_pretrained("{directory}", trust_remote_code=True)\n'
-    'target = AutoModelForCausalLM.from_pretrained("{target}")\n'
+    "target = AutoModelForCausalLM.from_pretrained({target})\n"
     "drafter.spec_generate(target, input_ids, max_new_tokens=128)",
 }
 
@@ -39,6 +36,8 @@ class TargetFacts:
     """None: its files name none, or are not at hand."""
     at_hand: bool
     """Its files lie on this machine."""
+    also: str | None = None
+    """What a .gguf calls its model: no name to load it by, and often not the one it is known by."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,15 @@ class CardFacts:
     """Of all steps; None where the run's metrics are not at hand."""
     versions: dict[str, str]
     self_test: SelfTest | None
-    evaluation: dict[str, Any] | None
-    """A report of `slipstream eval`."""
+    results: str | None
+    """Markdown; None where nothing was measured."""
 
 
 def model_card(spec: RunSpec, config: DFlashConfig, facts: CardFacts) -> str:
     """The text of README.md."""
     sections = (
         _front_matter(facts),
-        f"# Drafter of {facts.target.name}\n\n{_what(config, facts)}",
+        f"# Drafter of {_title(facts.target)}\n\n{_what(config, facts)}",
         _section("Measured", _measured(facts)),
         _section("Self-test of these files", _self_test(facts)),
         _section("Serve it", _serving(config, facts)),
@@ -72,25 +71,6 @@ def model_card(spec: RunSpec, config: DFlashConfig, facts: CardFacts) -> str:
         _section("Licence", _licence(facts)),
     )
     return "\n\n".join(sections) + "\n"
-
-
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """A report that `slipstream eval --output` wrote.
-
-    Raises:
-        SlipstreamError: DATA_INVALID.
-    """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(report, dict)
-        assert isinstance(report["results"], dict)
-    except (OSError, ValueError, KeyError, AssertionError) as error:
-        raise SlipstreamError(
-            f"{path} is no report of an evaluation ({error or 'no table results'})",
-            reason=Reason.DATA_INVALID,
-            remedy="Give the file that `slipstream eval … --output FILE` wrote.",
-        ) from error
-    return report
 
 
 def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | None) -> TargetFacts:
@@ -101,25 +81,31 @@ def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | No
         trained: the recipe's target.
         files: of the target, where they are at hand; a directory's config.json or a .gguf may know the model's name.
     """
-    name, is_hub_name = given or trained.model, given is not None
-    if given is None:
+    licence = read_licence(files) if files else None
+    if given is not None and not _leads_somewhere(given):
+        return TargetFacts(given, given if _HUB_NAME.fullmatch(given) else None, licence, files is not None)
+    name = given or trained.model
+    if not _leads_somewhere(name):
         # The recipe's OWNER/NAME may also have been a directory where the target was served.
-        is_hub_name = files is not None and files.revision is not None
-    if is_path(name) or Path(name).exists():
-        known = _name_in(files) if files else None
-        name, is_hub_name = known or Path(name).name, known is not None
-    hub_name = name if is_hub_name and _HUB_NAME.fullmatch(name) else None
-    return TargetFacts(name, hub_name, read_licence(files) if files else None, files is not None)
+        from_hub = files is not None and files.revision is not None
+        return TargetFacts(name, name if from_hub and _HUB_NAME.fullmatch(name) else None, licence, files is not None)
+    if files is not None and files.is_gguf:
+        called = read_gguf_header(files.weights[0]).values.get("general.name")
+        also = called if isinstance(called, str) and called.isprintable() else None
+        return TargetFacts(Path(name).name, None, licence, at_hand=True, also=also)
+    known = _hub_name_in(files.root) if files else None
+    return TargetFacts(known or Path(name).name, known, licence, files is not None)
 
 
-def _name_in(files: TargetFiles) -> str | None:
-    """What the model's own files call it."""
-    if files.is_gguf:
-        known = read_gguf_header(files.weights[0]).values.get("general.name")
-    else:
-        config = files.root / "config.json"
-        known = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path") if config.is_file() else None
-    usable = isinstance(known, str) and known and not is_path(known) and not Path(known).exists()
+def _leads_somewhere(name: str) -> bool:
+    return is_path(name) or Path(name).exists()
+
+
+def _hub_name_in(root: Path) -> str | None:
+    """Where a directory's model came from, as its config.json knows it."""
+    config = root / "config.json"
+    known = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path") if config.is_file() else None
+    usable = isinstance(known, str) and _HUB_NAME.fullmatch(known) and not _leads_somewhere(known)
     return known if usable else None
 
 
@@ -153,6 +139,10 @@ def _front_matter(facts: CardFacts) -> str:
     return f"---\n{base}library_name: {library}\ntags:\n- speculative-decoding\n- dflash\n---"
 
 
+def _title(target: TargetFacts) -> str:
+    return f"{target.name} ({target.also})" if target.also else target.name
+
+
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n{text}"
 
@@ -176,16 +166,9 @@ def _what(config: DFlashConfig, facts: CardFacts) -> str:
 
 
 def _measured(facts: CardFacts) -> str:
-    if facts.evaluation is None:
-        return "Nothing was measured before the export: `slipstream eval DIRECTORY --target-model … --prompts …` does."
-    settings = facts.evaluation.get("settings", {})
-    lines = ["| decoding | source | prompts | accepted length (bonus included) |", "|---|---|---:|---:|"]
-    for way, by_source in facts.evaluation["results"].items():
-        for source, row in by_source.items() if isinstance(by_source, dict) else ():
-            if isinstance(row, dict) and isinstance(row.get("accepted_length"), int | float):
-                lines.append(f"| {way} | {source} | {row.get('prompts', '')} | {row['accepted_length']:.3f} |")
-    where = ", ".join(f"{key} {settings[key]}" for key in ("device", "dtype", "max_new_tokens") if key in settings)
-    return "\n".join(lines) + (f"\n\nBy `slipstream eval`: {where}." if where else "")
+    return facts.results or (
+        "Nothing was measured before the export: `slipstream eval DIRECTORY --target-model … --prompts …` does."
+    )
 
 
 def _self_test(facts: CardFacts) -> str:
@@ -203,7 +186,9 @@ def _self_test(facts: CardFacts) -> str:
 
 def _serving(config: DFlashConfig, facts: CardFacts) -> str:
     language = "python" if facts.format_name == "zlab" else "bash"
-    target = shlex.quote(facts.target.name) if language == "bash" else facts.target.name
+    name = facts.target.name
+    in_python = f'".", gguf_file="{name}"' if name.endswith(".gguf") else f'"{name}"'
+    target = shlex.quote(name) if language == "bash" else in_python
     command = _SERVE[facts.format_name].format(
         target=target, directory=facts.directory_name, drafts=config.block_size - 1
     )
@@ -211,12 +196,14 @@ def _serving(config: DFlashConfig, facts: CardFacts) -> str:
 
 
 def _recipe(spec: RunSpec, facts: CardFacts) -> str:
+    objective = spec.model_dump(mode="json")["loss"]["objective"]
+    objective = objective if isinstance(objective, str) else json.dumps(objective)
     pace = "" if facts.seconds is None else f", {facts.seconds / 60:.1f} minutes of steps"
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "machine")
     rows = {
         "run": f"`{spec.name}`, {facts.steps} of {facts.total_steps} steps, {facts.tokens:,} tokens{pace}",
         "data": ", ".join(f"`{Path(file).name if file.startswith('/') else file}`" for file in spec.data.files),
-        "objective": f"{json.dumps(spec.model_dump(mode='json')['loss']['objective'])}, {spec.loss.slot_weights} slots",
+        "objective": f"{objective}, slots weighted by {spec.loss.slot_weights}",
         "optimizer": f"{spec.optimizer.kind}, learning rate {spec.optimizer.learning_rate:g}, "
         f"{spec.optimizer.schedule}",
         "pack": f"{spec.data.pack_tokens} tokens, {spec.train.anchors_per_pack} anchors, "

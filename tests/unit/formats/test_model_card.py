@@ -8,17 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from drafter_trainer.checkpoint_state import HeldoutEstimate, read_state
 from drafter_trainer.cli import main
+from drafter_trainer.evaluation.compare import compare
+from drafter_trainer.evaluation.decode import Decoded
+from drafter_trainer.evaluation.report import as_json, to_dict
+from drafter_trainer.evaluation.setting import PLAIN, Setting
+from drafter_trainer.formats.card_results import heldout_results
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.model_card import TargetFacts, read_licence, target_facts
+from slipstream.errors import SlipstreamError
+from slipstream.eval_prompts import Prompt
+from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, files_at_hand
 from tests.unit.formats.conftest import Source, make_plan
 
 
 def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
-    report = {"settings": {"device": "cpu"}, "results": {"trained": {"all": {"prompts": 3, "accepted_length": 2.5}}}}
-    (tmp_path / "eval.json").write_text(json.dumps(report))
+    write_evaluation(tmp_path / "eval.json", source)
     run = shutil.copytree(source.run, tmp_path / "run", symlinks=True)
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "seconds": 10}}\n' for n in range(12)))
     checkpoint = run / "checkpoints" / source.checkpoint.name
@@ -26,12 +34,76 @@ def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: owner/target\n" in card
     assert "12 of 24 steps, 1,536 tokens, 2.0 minutes of steps" in card
-    assert "| trained | all | 3 | 2.500 |" in card
+    assert "| batch 1, greedy | trained | all | 2 | 6 | 3.000 [2.00, 4.00] | 6.0 | 3.00x [2.00, 4.00] |" in card
+    assert "Acceptance by position, trained, batch 1, greedy: 100% 50% 50%" in card
+    assert "Lossless: every output equals plain greedy decoding" in card and "device cpu, dtype float32" in card
     assert "unknown: its files name none" in card
     assert '"num_speculative_tokens": 3' in card and "Not run where this was exported." in card
     record = json.loads((tmp_path / "out" / "slipstream.json").read_text())
     assert record["step"] == 12 and record["self_test"]["equal_drafts"] == record["self_test"]["drafts"]
     assert record["spec"]["name"] == "tiny"
+
+
+def write_evaluation(path: Path, source: Source, **changes: object) -> None:
+    """A report as the evaluation of the source's checkpoint writes it: two prompts, a round each."""
+
+    def decoded(emitted: list[int], accepted: list[int], drafts: int) -> Decoded:
+        tokens = list(range(sum(emitted) + 1))
+        return Decoded(tokens, [1.0] * len(tokens), emitted, drafts, accepted, decode_seconds=len(emitted) / 2)
+
+    decodings = []
+    for n in (2, 4):
+        by_way = {PLAIN: decoded([1] * n, [0] * n, 0), "trained": decoded([n], [n - 1], 3)}
+        decodings.append((Setting(), Prompt(f"p{n}", "math", ()), by_way))
+    settings = {
+        "run": "tiny",
+        "checkpoint": source.checkpoint.name,
+        "target": "t",
+        "target_verified": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "max_new_tokens": 8,
+        "loop": "caches that grow",
+        "gap_bound": 0.0,
+    }
+    path.write_text(as_json(to_dict(compare(decodings, ["trained"], 0.0), settings | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run": "another"}, "measured step-00000012 of run another, expected step-00000012 of run tiny"),
+        ({"checkpoint": "step-00000009"}, "measured step-00000009 of run tiny, expected step-00000012 of run tiny"),
+    ],
+)
+def test_results_of_another_checkpoint_are_refused(
+    changes: dict[str, str], words: str, source: Source, tmp_path: Path
+) -> None:
+    write_evaluation(tmp_path / "eval.json", source, **changes)
+    with pytest.raises(SlipstreamError, match=words) as refused:
+        export(make_plan(source, tmp_path / "out", evaluation=tmp_path / "eval.json", target=None))
+    assert refused.value.reason is Reason.DATA_INVALID and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"settings": {"run": "tiny"}}', '{"settings": 3}'])
+def test_what_is_no_report_is_refused(text: str, source: Source, tmp_path: Path) -> None:
+    (tmp_path / "eval.json").write_text(text)
+    with pytest.raises(SlipstreamError, match="is no report of an evaluation"):
+        export(make_plan(source, tmp_path / "out", evaluation=tmp_path / "eval.json", target=None))
+
+
+def test_a_drafter_measured_on_an_unproven_target_says_so(source: Source, tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "eval.json", source, target_verified=False)
+    export(make_plan(source, tmp_path / "out", evaluation=tmp_path / "eval.json", target=None))
+    assert "**The target that decoded was not shown" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_without_a_report_the_estimate_of_the_training_stands(source: Source, tmp_path: Path) -> None:
+    state = read_state(source.checkpoint)
+    assert heldout_results(state) is None
+    measured = HeldoutEstimate(accepted_length=1.5, by_source={"math": 1.75, "chat": 1.25}, answers="a")
+    text = heldout_results(state.model_copy(update={"heldout": measured}))
+    assert text is not None and "| math | 1.750 |" in text and "| all | 1.500 |" in text
 
 
 def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Path) -> None:
@@ -101,7 +173,8 @@ def test_licence_in_a_gguf_needs_no_library(
 def test_a_gguf_knows_its_model_by_name(tmp_path: Path) -> None:
     path = write_header(tmp_path / "q4.gguf", {"general.name": "A Small Model"})
     trained = TargetSpec(model=str(path))
-    assert target_facts(None, trained, files_at_hand(trained)).name == "A Small Model"
+    found = target_facts(None, trained, files_at_hand(trained))
+    assert (found.name, found.also) == ("q4.gguf", "A Small Model"), "nobody can load it by what it calls itself"
     assert target_facts(None, trained, None).name == "q4.gguf"
 
 
