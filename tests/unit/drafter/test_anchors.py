@@ -1,9 +1,10 @@
 """Which blocks are drawn from a pack, and what their slots read and must predict."""
 
+import numpy as np
 import pytest
 import torch
 
-from drafter_trainer.anchors import build_block_targets, draw_anchors
+from drafter_trainer.anchors import _smallest, build_block_targets, draw_anchors
 from tests.fakes.dense_reference import blocks_of
 from tests.fakes.drafter_cases import MASK_TOKEN, anchor_list, as_lists, packed, random_lengths
 
@@ -56,6 +57,17 @@ def test_the_draw_depends_on_seed_and_number_and_nothing_else() -> None:
 def test_the_draw_is_the_same_on_every_version() -> None:
     pack = packed([100], 128, supervised=1.0)
     assert draw(pack, 6, seed=1, number=2) == [25, 26, 28, 46, 79, 92]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_smallest_keys_are_those_that_a_stable_sort_puts_first(seed: int) -> None:
+    """Also where keys are equal, so that a run that goes on under a newer version draws as it did."""
+    rng = np.random.default_rng(seed)
+    for most in (4, 1 << 63):
+        keys = rng.integers(0, most, rng.integers(0, 60)).astype(np.uint64)
+        for count in (1, len(keys) // 2 + 1, len(keys) + 1):
+            expected = np.sort(np.argsort(keys, kind="stable")[:count])
+            assert np.array_equal(_smallest(keys, count), expected)
 
 
 def test_the_draw_is_uniform() -> None:
