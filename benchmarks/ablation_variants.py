@@ -46,6 +46,11 @@ VARIANTS = (
     Variant("4 packs a step", "packs a step", ("train.packs_per_step=4",)),
     Variant("one feature, layer 14", "features", ("drafter.target_layer_ids=[14]",)),
     Variant("base, another seed", "noise", ("train.seed=1",), steps_of=BASE),
+    Variant("base, third seed", "noise", ("train.seed=2",), steps_of=BASE),
+    # A step costs less in FP8; here it is to learn as much in as many steps.
+    Variant("fp8", "precision", ("train.fp8=true",), steps_of=BASE),
+    Variant("fp8, another seed", "precision", ("train.fp8=true", "train.seed=1"), steps_of=BASE),
+    Variant("fp8, third seed", "precision", ("train.fp8=true", "train.seed=2"), steps_of=BASE),
     Variant("muon lr 3e-3", "learning rate", ("optimizer.muon_learning_rate=3e-3",), steps_of=BASE),
     Variant("muon lr 3e-2", "learning rate", ("optimizer.muon_learning_rate=3e-2",), steps_of=BASE),
     Variant("decay weights", "slot weights", ("loss.slot_weights=decay",), steps_of=BASE),

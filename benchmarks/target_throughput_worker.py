@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.engine_times import DeviceTimes, EngineTimes
 from benchmarks.random_target import build_tokenizer, random_model, write_documents
@@ -58,7 +59,7 @@ def measure_forward(args: argparse.Namespace) -> dict[str, Any]:
     model = random_model(shape, args.device)
     # A second model on the same weights: transformers leaves hooks in a model that was asked for hidden states.
     shared: dict[int, Any] = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
-    theirs = Theirs(copy.deepcopy(model, shared), args.device)
+    theirs = Theirs(copy.deepcopy(model, shared), shape, args.device)
     ours = Ours(model, shape, args)
     small = args.device == "cpu"
     even = [EVEN_LENGTH // (8 if small else 1)] * BATCH_DOCUMENTS
@@ -85,6 +86,11 @@ def measure_forward(args: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
+def random_tokens(shape: Shape, count: int = PACK_TOKENS) -> npt.NDArray[np.int32]:
+    """`[count]`. Equal tokens have equal hidden states, which a GPU multiplies faster than those of text."""
+    return np.random.default_rng(0).integers(0, shape.config["vocab_size"], count).astype(np.int32)
+
+
 def timed(side: "Ours | Theirs", rows: Sequence[Sequence[int]], device: str) -> float:
     """Tokens of documents per second."""
     synchronise(device)
@@ -108,7 +114,7 @@ class Ours:
         self.graphs = self._forward.prepare(PACK_TOKENS)
         self.compile_seconds = time.perf_counter() - began
         self.recorded = self._forward.is_recorded(PACK_TOKENS)
-        self._tokens = np.random.default_rng(0).integers(0, shape.config["vocab_size"], PACK_TOKENS).astype(np.int32)
+        self._tokens = random_tokens(shape)
 
     def run(self, lengths: Sequence[int]) -> None:
         self._forward.capture(self._tokens, lengths, self._shape.layer_ids, last_hidden_state=False)
@@ -140,10 +146,14 @@ class Ours:
 class Theirs:
     """transformers' decoder with all hidden states and without the head; batches of equal rows are not masked."""
 
-    def __init__(self, model: Any, device: str) -> None:
+    def __init__(self, model: Any, shape: Shape, device: str) -> None:
+        import torch
+
         from slipstream.target_loading import decoder_of
 
         self._decoder, self._device = decoder_of(model), device
+        tokens = torch.from_numpy(random_tokens(shape, BATCH_DOCUMENTS * PACK_TOKENS))
+        self._tokens = tokens.long().to(device)
 
     def run(self, lengths: Sequence[int]) -> None:
         import torch
@@ -151,7 +161,7 @@ class Theirs:
         longest = max(lengths)
         mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
         padded = None if bool(mask.all()) else mask.long().to(self._device)
-        tokens = torch.ones(len(lengths), longest, dtype=torch.long, device=self._device)
+        tokens = self._tokens[: len(lengths) * longest].view(len(lengths), longest)
         with torch.inference_mode():
             self._decoder(input_ids=tokens, attention_mask=padded, output_hidden_states=True, use_cache=False)
 
@@ -274,7 +284,7 @@ def random_target(shape: Shape, spec: Any, device: str, directory: Path) -> Any:
 def packs_alone(target: Any, shape: Shape, device: str) -> list[float]:
     """Packs per second of the forward alone, by round; in the thread that will serve."""
     packs = real_packs(6 if device != "cpu" else 1)
-    tokens = np.ones(PACK_TOKENS, dtype=np.int32)
+    tokens = random_tokens(shape)
     rates = []
     for _ in range(ROUNDS + 1):
         synchronise(device)

@@ -30,12 +30,14 @@ def test_ratios_and_what_failed() -> None:
     served = asked | {"what": "serve", "packs_per_second": 9.0, "forward": {"packs_per_second": [10.0, 11.0, 9.0]}}
     failed = asked | {"what": "serve", "size": "smollm2-135m", "failed": "ended with 1"}
     served |= {"engine_ms": {"launch": 1.0}, "feeder_ms": {"read": 1.0, "copy": 2.0}, "training_ms": {"waited": 3.0}}
-    served |= {"transport": "shm"}
+    served |= {"transport": "shm", "gpu_ms": {"compute": 1.5, "idle": 0.1}}
     rows = [row for answer in (forward, served, failed) for row in rows_of(answer)]
     assert [(row.ratio, row.floor, row.goal) for row in rows] == [(2.2, 1.4, 1.6), (2.2, 2.2, 2.8), (0.9, 0.95, 0.98)]
     text = table(rows, [forward, served, failed])
     assert "ratio  2.20  floor 1.4, goal 1.6" in text
-    assert "engine launch 1; feeder copy 2, read 1; training thread waited 3; shm" in text
+    assert (
+        "engine launch 1; its GPU compute 1.5, idle 0.1; feeder copy 2, read 1; training thread waited 3; shm" in text
+    )
     assert "serve smollm2-135m compile=true: ended with 1" in text
     assert all(row.floor is None for row in rows_of(forward | {"compile": "false"})), "floors are for what runs use"
 
