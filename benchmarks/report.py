@@ -41,6 +41,7 @@ KNOWN = (
     Known("Pipeline of server and trainers", "pipeline"),
     Known("Transports and round trips", "transport"),
     Known("Decoding with a drafter", "decode_speed"),
+    Known("Held-out estimate against decoding", "heldout_estimate"),
     Known("What each ingredient is worth", "ablations"),
 )
 
