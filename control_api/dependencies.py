@@ -113,6 +113,18 @@ class Once:
                 answers.remember(session, RememberedAnswer(key=self._key, **fields))
         return _answer(body, status)
 
+    def answered_before(self) -> Response | None:
+        """For what is not done in the database: the answer of the same request before, if there was one.
+
+        Raises:
+            SlipstreamError: IDEMPOTENCY_KEY_REUSED.
+        """
+        if self._key is None:
+            return None
+        with self._services.database.read() as session:
+            known = answers.find(session, self._key, now=self._services.clock())
+            return None if known is None else self._again(known)
+
     def _again(self, known: RememberedAnswer) -> Response:
         if known.request_hash != self._request_hash:
             raise SlipstreamError(

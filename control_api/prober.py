@@ -90,6 +90,7 @@ class TargetProber(BackgroundThread):
                 run.stream_stats = {
                     "target_tokens_per_second": stats.tokens_per_second or None,
                     "target_wait_ratio": self._meter.share(subscriptions.name_of(run), stats),
+                    "packs_held_back": stats.is_held_back,
                 }
 
 

@@ -157,6 +157,9 @@ class Reconciler(BackgroundThread):
             waits_for=waits_for or "No trainer is registered and free.",
             ended_early=run.ended_early,
         )
+        if run.state in WORKING and (run.stream_stats or {}).get("packs_held_back"):
+            again = f"`slipstream target resume {run.target.name} {run.name}` gives them again."
+            found[Condition.PACKS_HELD_BACK] = f"{run.target.name} holds its packs back. {again}"
         set_conditions(session, run, found, now=now)
 
 

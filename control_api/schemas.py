@@ -103,6 +103,12 @@ class TargetPublic(Resource):
     created_at: Moment
 
 
+class PacksOf(Body):
+    """Whose packs a target holds back, or gives again."""
+
+    run: Name
+
+
 # ---- runs
 
 
@@ -227,6 +233,8 @@ class RunPublic(Resource):
     """Acceptance on held-out answers; null where the run does not measure it (eval.heldout)."""
     transport: str | None
     """How its trainer reads packs, `shm` or `grpc`, as the newest training process chose; null until one has."""
+    packs_held_back: bool | None
+    """Whether an operator lets its target give it no packs (`:pause` of the target); null while nobody reads there."""
     conditions: list[ConditionPublic]
     trainers: list[str]
     latest_checkpoint_step: int | None

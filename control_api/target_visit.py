@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -41,6 +42,8 @@ class StreamStats:
     """In which the subscription's trainers waited for packs to be computed; grows."""
     serving_seconds: float
     """Since the first lease; grows, and shrinks when the server is another process."""
+    is_held_back: bool = False
+    """An operator lets the run have no packs."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,20 @@ class Finding:
     """By subscription; without those that it does not have."""
 
 
-def visit(address: str, errands: Errands = Errands(), *, token: str | None, deadline: float) -> Finding:
-    """The handshake, then the errands; takes at most `deadline` seconds and never tries twice.
+@contextmanager
+def called(address: str, *, token: str | None, deadline: float) -> Iterator[tuple[TargetClient, Sequence[Reason]]]:
+    """A target server that is asked once: where a trainer would wait, a call raises WaitInterruptedError.
 
-    What there was no time for is left for the next visit.
+    Args:
+        address: of the server.
+        token: of the server.
+        deadline: seconds after which a call that is under way ends so, too.
+
+    Yields:
+        The client, and for what it was about to wait; nothing after the deadline.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, this is no address.
     """
     waits: list[Reason] = []
     stop = threading.Event()
@@ -71,24 +84,31 @@ def visit(address: str, errands: Errands = Errands(), *, token: str | None, dead
         waits.append(reason)
         stop.set()
 
-    try:
-        client = TargetClient(address, token=token, on_wait=give_up, stop=stop)
-    except SlipstreamError as error:
-        return Finding("INCOMPATIBLE", str(error))
-    too_late = threading.Timer(deadline, client.close)
-    too_late.daemon = True
-    too_late.start()
-    with client:
+    with TargetClient(address, token=token, on_wait=give_up, stop=stop) as client:
+        too_late = threading.Timer(deadline, client.close)
+        too_late.daemon = True
+        too_late.start()
         try:
+            yield client, waits
+        finally:
+            too_late.cancel()
+
+
+def visit(address: str, errands: Errands = Errands(), *, token: str | None, deadline: float) -> Finding:
+    """The handshake, then the errands; takes at most `deadline` seconds and never tries twice.
+
+    What there was no time for is left for the next visit.
+    """
+    waits: Sequence[Reason] = ()
+    try:
+        with called(address, token=token, deadline=deadline) as (client, waits):
             target = client.get_target()
             closed = _each(errands.close, lambda name: _close(client, name))
             stats = _each(errands.measure, lambda name: _measure(client, name))
-        except WaitInterruptedError:
-            return _absent(waits, address, deadline)
-        except SlipstreamError as error:
-            return Finding("INCOMPATIBLE", str(error))
-        finally:
-            too_late.cancel()
+    except WaitInterruptedError:
+        return absent(waits, address, deadline)
+    except SlipstreamError as error:
+        return Finding("INCOMPATIBLE", str(error))
     return Finding(
         "REACHABLE",
         model=target.model_id,
@@ -100,11 +120,12 @@ def visit(address: str, errands: Errands = Errands(), *, token: str | None, dead
     )
 
 
-def _absent(waits: list[Reason], address: str, deadline: float) -> Finding:
+def absent(waits: Sequence[Reason], address: str, deadline: float) -> Finding:
+    """Of a target that cannot be used now, for the first of these reasons."""
     if not waits:
         return Finding("UNREACHABLE", f"No answer from {address} within {deadline:g} s.")
     status = _STATUS_OF_WAIT.get(waits[0], "UNREACHABLE")
-    words = {"LOADING": "is loading its model.", "DRAINING": "is shutting down."}
+    words = {"LOADING": "is loading its model.", "DRAINING": "is draining: it computes nothing more."}
     return Finding(status, f"The target server at {address} {words.get(status, 'does not answer.')}")
 
 
@@ -144,4 +165,9 @@ def _measure(client: TargetClient, name: str) -> StreamStats | None:
     own = [one for one in found.subscriptions if one.subscription == name]
     if not own:
         return None
-    return StreamStats(found.target_tokens_per_second, own[0].trainer_wait_seconds, own[0].serving_seconds)
+    return StreamStats(
+        tokens_per_second=found.target_tokens_per_second,
+        wait_seconds=own[0].trainer_wait_seconds,
+        serving_seconds=own[0].serving_seconds,
+        is_held_back=own[0].paused,
+    )

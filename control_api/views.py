@@ -139,6 +139,7 @@ def _run(session: Session, row: Run) -> dict[str, Any]:
         "latest_metrics": records[0] if records else None,
         "heldout": _heldout(session, row),
         "transport": row.transport,
+        "packs_held_back": (row.stream_stats or {}).get("packs_held_back"),
         "conditions": [one | {"since": moment(one["since"])} for one in row.conditions],
         "trainers": [one.trainer.name for one in row.assignments],
         "latest_checkpoint_step": checkpoints.newest_step(session, row.id),

@@ -36,7 +36,10 @@ _EXIT_CODES = {
     Reason.TRAINER_LOST: 14,
     Reason.TRAINER_UNSUITABLE: 14,
     Reason.RUN_HAS_TRAINER: 14,
+    Reason.SUBSCRIPTION_UNKNOWN: 14,
     Reason.NOT_READY: 15,
+    Reason.TARGET_UNREACHABLE: 15,
+    Reason.LEDGER_UNWRITABLE: 15,
     Reason.ACCESS_DENIED: 16,
     Reason.STACK_DIFFERS: 18,
     Reason.STACK_FAILED: 19,
@@ -66,9 +69,9 @@ class SlipstreamError(Exception):
 
         2 recipe or flag, 3 data, model or path, 4 machine, port or database, 5 disk, 6 memory, 7 a newer owner,
         8 target and run do not fit, 9 loss not finite, 11 checkpoint, 12 output differs from plain decoding,
-        13 no such run, target or trainer, 14 not possible in the present state, 15 no control API answers or it is not
-        ready, 16 access denied, 18 another stack is up in this home, 19 a process of a stack keeps dying, else 1. What
-        the command line adds is in `docs/cli.md`.
+        13 no such run, target or trainer, 14 not possible in the present state, 15 no control API or target server
+        answers or it is not ready, 16 access denied, 18 another stack is up in this home, 19 a process of a stack keeps
+        dying, else 1. What the command line adds is in `docs/cli.md`.
         """
         return _EXIT_CODES.get(self.reason, 1)
 

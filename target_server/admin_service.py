@@ -73,4 +73,5 @@ def _subscription_stats(counters: SubscriptionCounters) -> pb.SubscriptionStats:
         trainer_wait_ratio=counters.trainer_wait_ratio,
         trainer_wait_seconds=counters.trainer_wait_seconds,
         serving_seconds=counters.serving_seconds,
+        paused=counters.paused,
     )

@@ -24,6 +24,8 @@ class SubscriptionCounters:
     """In which it waited for a pack, polls that wait now included."""
     serving_seconds: float
     """Since its first lease."""
+    paused: bool
+    """Whether its packs are held back."""
 
     @property
     def trainer_wait_ratio(self) -> float:
@@ -149,6 +151,7 @@ class StreamControl:
             lag_packs=max(0, shelf.newest_sequence_number + 1 - subscription.low) if shelf.packs_computed else 0,
             trainer_wait_seconds=subscription.waited(now),
             serving_seconds=now - since if since is not None else 0.0,
+            paused=record.paused,
         )
 
     def _set_paused(self, name: str, paused: bool) -> None:

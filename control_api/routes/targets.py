@@ -4,10 +4,12 @@ from fastapi import APIRouter, Response
 from sqlalchemy.orm import Session
 
 from control_api import views
-from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_target
+from control_api.dependencies import Once, OnceDep, PageDep, Services, ServicesDep, require_run, require_target
 from control_api.routes.responses import refusals
-from control_api.schemas import TargetCreate, TargetList, TargetPublic
-from control_api.store import targets
+from control_api.schemas import PacksOf, RunPublic, TargetCreate, TargetList, TargetPublic
+from control_api.store import subscriptions, targets
+from control_api.store.database import touch
+from control_api.target_orders import TargetOrders
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import TargetClient
@@ -81,3 +83,59 @@ def probe_target(target: str, services: ServicesDep) -> TargetPublic:
     services.prober.probe(target, address)
     with services.database.read() as session:
         return views.target(require_target(session, target))
+
+
+@router.post("/{target}:drain", operation_id="drain_target", response_model=TargetPublic, responses=refusals(404, 409))
+def drain_target(target: str, services: ServicesDep, once: OnceDep) -> Response:
+    """Let the server finish what is leased and compute nothing more; trainers wait until it is started again."""
+    if (before := once.answered_before()) is not None:
+        return before
+    with services.database.read() as session:
+        address = require_target(session, target).address
+    _orders(address, services).drain()
+    services.prober.probe(target, address)
+    return once(lambda session: views.target(require_target(session, target)))
+
+
+@router.post("/{target}:pause", operation_id="pause_packs", response_model=RunPublic, responses=refusals(404, 409))
+def pause_packs(target: str, body: PacksOf, services: ServicesDep, once: OnceDep) -> Response:
+    """Give a run no packs: its trainer stays and waits, the other runs have the target's time."""
+    return _hold(target, body.run, services, once, hold_back=True)
+
+
+@router.post("/{target}:resume", operation_id="resume_packs", response_model=RunPublic, responses=refusals(404, 409))
+def resume_packs(target: str, body: PacksOf, services: ServicesDep, once: OnceDep) -> Response:
+    """Give a run packs again."""
+    return _hold(target, body.run, services, once, hold_back=False)
+
+
+def _orders(address: str, services: Services) -> TargetOrders:
+    return TargetOrders(address, token=services.settings.token, deadline=services.settings.probe_deadline)
+
+
+def _hold(target: str, run: str, services: Services, once: Once, *, hold_back: bool) -> Response:
+    if (before := once.answered_before()) is not None:
+        return before
+    with services.database.read() as session:
+        address, row = require_target(session, target).address, require_run(session, run)
+        if row.target.name != target:
+            raise SlipstreamError(
+                f"Run {run!r} is on target {row.target.name!r}.",
+                reason=Reason.REQUEST_INVALID,
+                remedy="Name that target.",
+            )
+        subscription = subscriptions.name_of(row)
+    orders = _orders(address, services)
+    (orders.hold_back if hold_back else orders.give_again)(subscription)
+
+    def note(session: Session) -> RunPublic:
+        # As of now; from then on it is what the target says when it is asked.
+        row = require_run(session, run)
+        row.stream_stats = (row.stream_stats or {}) | {"packs_held_back": hold_back}
+        touch(session, row.id)
+        session.flush()
+        return views.run(session, row)
+
+    answer = once(note)
+    services.reconciler.wake()
+    return answer

@@ -77,6 +77,8 @@ class Condition(StrEnum):
     """PENDING, and no registered trainer can take it."""
     TARGET_UNREACHABLE = "TARGET_UNREACHABLE"
     """The target does not answer, its trainer waits."""
+    PACKS_HELD_BACK = "PACKS_HELD_BACK"
+    """An operator lets the target give the run no packs, its trainer waits."""
     TRAINER_LOST = "TRAINER_LOST"
     """No trainer of the run is heard of."""
     DEGRADED = "DEGRADED"

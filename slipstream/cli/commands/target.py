@@ -1,11 +1,12 @@
-"""`slipstream target …`: the target servers that a control API knows."""
+"""`slipstream target …`: the target servers that a control API knows, and an operator's word to them."""
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from slipstream.cli.api_access import add_api_flags, control_api, say_next
-from slipstream.cli.display import ABSENT, Column, age, local_time, print_fields, print_json, print_table
+from slipstream.cli.display import ABSENT, Column, age, local_time, print_fields, print_json, print_line, print_table
 
 _COLUMNS = (
     Column("NAME", may_wrap=True),
@@ -17,14 +18,25 @@ _COLUMNS = (
 )
 
 
+_SUMMARIES = {
+    "get": "one target, asked now whether it serves",
+    "pause": "give a run no packs from now on: its trainer waits, the others have the target's time",
+    "resume": "give a run packs again",
+    "drain": "compute nothing more: what is leased is finished, trainers wait until the server is started again",
+}
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
     parser = subparsers.add_parser("target", help="target servers that a control API knows")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     add_api_flags(actions.add_parser("ls", help="list the targets"))
-    get = actions.add_parser("get", help="one target, asked now whether it serves")
-    get.add_argument("target", metavar="TARGET", help="its name")
-    add_api_flags(get)
+    for name, summary in _SUMMARIES.items():
+        action = actions.add_parser(name, help=summary)
+        action.add_argument("target", metavar="TARGET", help="its name")
+        if name in ("pause", "resume"):
+            action.add_argument("run", metavar="RUN", help="a run on that target")
+        add_api_flags(action)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: whatever the control API refuses.
     """
-    return {"ls": _list, "get": _get}[args.action](args)
+    return HANDLERS[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -86,3 +98,37 @@ def _get(args: argparse.Namespace) -> int:
     )
     say_next(args, "run create RECIPE" if target["status"] == "REACHABLE" else "target ls")
     return 0
+
+
+def _hold(args: argparse.Namespace) -> int:
+    from slipstream.control_client import segment
+
+    with control_api(args) as client:
+        run = client.post(f"/v1/targets/{segment(args.target)}:{args.action}", {"run": args.run})
+    if args.output == "json":
+        print_json(run)
+        return 0
+    name = shlex.quote(args.run)
+    if args.action == "pause":
+        print_line(f"{args.target} gives {args.run} no packs; its trainer waits")
+        say_next(args, f"target resume {shlex.quote(args.target)} {name}")
+    else:
+        print_line(f"{args.target} gives {args.run} packs again")
+        say_next(args, f"run watch {name}")
+    return 0
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from slipstream.control_client import segment
+
+    with control_api(args) as client:
+        target = client.post(f"/v1/targets/{segment(args.target)}:drain")
+    if args.output == "json":
+        print_json(target)
+        return 0
+    print_line(f"{target['name']} finishes what is leased; runs go on where they were once it is started again")
+    say_next(args, "target ls")
+    return 0
+
+
+HANDLERS = {"ls": _list, "get": _get, "pause": _hold, "resume": _hold, "drain": _drain}

@@ -18,7 +18,7 @@ _FAILS_AGAIN = {
     Reason.ENVIRONMENT_UNSUPPORTED,
 }
 """Reasons that lie in what the run is, or where it may train: another try ends as this one did."""
-_STANDS_STILL = (Condition.TARGET_UNREACHABLE, Condition.TRAINER_LOST)
+_STANDS_STILL = (Condition.TARGET_UNREACHABLE, Condition.PACKS_HELD_BACK, Condition.TRAINER_LOST)
 _TOLD = ("step", "trainer", "reason")
 """What is told of an event that has no message."""
 

@@ -65,7 +65,7 @@ class GetStreamStatsResponse(_message.Message):
     def __init__(self, packs_ready: _Optional[int] = ..., shelf_size_bytes: _Optional[int] = ..., shelf_capacity_bytes: _Optional[int] = ..., packs_computed: _Optional[int] = ..., packs_recomputed: _Optional[int] = ..., target_tokens_per_second: _Optional[float] = ..., subscriptions: _Optional[_Iterable[_Union[SubscriptionStats, _Mapping]]] = ..., stream: _Optional[str] = ...) -> None: ...
 
 class SubscriptionStats(_message.Message):
-    __slots__ = ("subscription", "packs_leased", "packs_committed", "leases_expired", "packs_quarantined", "lag_packs", "trainer_wait_ratio", "trainer_wait_seconds", "serving_seconds")
+    __slots__ = ("subscription", "packs_leased", "packs_committed", "leases_expired", "packs_quarantined", "lag_packs", "trainer_wait_ratio", "trainer_wait_seconds", "serving_seconds", "paused")
     SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     PACKS_LEASED_FIELD_NUMBER: _ClassVar[int]
     PACKS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class SubscriptionStats(_message.Message):
     TRAINER_WAIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     TRAINER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SERVING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     subscription: str
     packs_leased: int
     packs_committed: int
@@ -84,7 +85,8 @@ class SubscriptionStats(_message.Message):
     trainer_wait_ratio: float
     trainer_wait_seconds: float
     serving_seconds: float
-    def __init__(self, subscription: _Optional[str] = ..., packs_leased: _Optional[int] = ..., packs_committed: _Optional[int] = ..., leases_expired: _Optional[int] = ..., packs_quarantined: _Optional[int] = ..., lag_packs: _Optional[int] = ..., trainer_wait_ratio: _Optional[float] = ..., trainer_wait_seconds: _Optional[float] = ..., serving_seconds: _Optional[float] = ...) -> None: ...
+    paused: bool
+    def __init__(self, subscription: _Optional[str] = ..., packs_leased: _Optional[int] = ..., packs_committed: _Optional[int] = ..., leases_expired: _Optional[int] = ..., packs_quarantined: _Optional[int] = ..., lag_packs: _Optional[int] = ..., trainer_wait_ratio: _Optional[float] = ..., trainer_wait_seconds: _Optional[float] = ..., serving_seconds: _Optional[float] = ..., paused: bool = ...) -> None: ...
 
 class DrainTargetRequest(_message.Message):
     __slots__ = ()

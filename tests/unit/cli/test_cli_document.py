@@ -3,7 +3,7 @@
 import re
 
 from slipstream.cli import exit_status
-from slipstream.cli.commands import run, trainer
+from slipstream.cli.commands import run, target, trainer
 from slipstream.errors import _EXIT_CODES
 from tests.architecture.sources import ROOT
 
@@ -25,5 +25,5 @@ def test_statuses_of_the_command_line_are_its_own() -> None:
 def test_every_action_has_an_example() -> None:
     examples = set(re.findall(r"`slipstream (\w+ \w+)", DOCUMENT))
     assert {f"run {action}" for action in run.HANDLERS} <= examples
-    others = {"trainer": trainer.HANDLERS, "target": ("ls", "get"), "checkpoint": ("ls", "export")}
+    others = {"trainer": trainer.HANDLERS, "target": target.HANDLERS, "checkpoint": ("ls", "export")}
     assert {f"{command} {action}" for command, actions in others.items() for action in actions} <= examples
