@@ -28,8 +28,8 @@ from slipstream.child_processes import one_gpu, sigterm_as_exit
 
 VARIANTS = ("ours", "specforge", "ours-fp8", "ours-graphs", "specforge-shipped", "specforge-compiled", "speculators")
 """In this order by default, so that what matters most is there when time runs out."""
-ON_REQUEST = ("ours-graphs-kl", "ours-graphs-muon")
-"""Other work than the peers'."""
+ON_REQUEST = ("ours-graphs-kl", "ours-graphs-muon", "ours-checkpointed")
+"""Other work than the peers', or the same in less memory."""
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3
@@ -56,6 +56,11 @@ def main() -> int:
         "--at-once",
         action="store_true",
         help="build all sides of a size at a time: needs the memory of all, saves time",
+    )
+    parser.add_argument(
+        "--memory-only",
+        action="store_true",
+        help=f"of our variants: what a pack of {MEMORY_TOKENS} tokens needs, the only length declared; nothing is timed",
     )
     parser.add_argument("--commit", help="for machines without the repository")
     args = parser.parse_args()
@@ -85,6 +90,8 @@ def _names(known: tuple[str, ...]) -> Any:
 
 def _problem(args: argparse.Namespace) -> str | None:
     if args.device == "cpu":
+        if args.memory_only:
+            return "--memory-only needs a GPU: a CPU's allocator is not asked"
         return None if args.sizes == [TINY.name] else "a CPU runs --sizes tiny only"
     import torch
 
@@ -154,6 +161,10 @@ class Benchmark:
 
     def run(self) -> None:
         """Everything that was asked for, as far as the time allows."""
+        if self._args.memory_only:
+            for size in self._args.sizes:
+                self._measure_memory(size)
+            return
         self._measure_peak()
         for size in self._args.sizes:
             self._measure_size(size)
@@ -171,7 +182,7 @@ class Benchmark:
             "settings": {key: str(value) for key, value in vars(self._args).items()},
         }
         # A name for each choice of sizes: another call does not overwrite what this one has measured.
-        name = "_".join(("train_step", *self._args.sizes))
+        name = "_".join(("train_step", *self._args.sizes, *(["memory"] if self._args.memory_only else [])))
         path = write_results(name, rows, commit=self._args.commit, extra=extra, directory=self._args.out)
         return f"{table(self._measured, rows, peak)}\n{path}\n"
 
@@ -183,6 +194,7 @@ class Benchmark:
             yield None
             return
         options = ["--variant", measured.variant, "--size", measured.size, "--device", self._args.device]
+        options += ["--only-length", str(MEMORY_TOKENS)] if self._args.memory_only else []
         log = self._args.out / f"train_step-{measured.size}-{measured.variant}.log"
         visible = one_gpu() if self._args.device == "cuda" else {}
         with WorkerProcess(
@@ -216,6 +228,14 @@ class Benchmark:
                         late.wait_until_built()
                         self._measure_pair(ours, late)
             self._measure_alone(ours, has_company=bool(others))
+
+    def _measure_memory(self, size: str) -> None:
+        """One side at a time: each has the device for itself."""
+        for variant in ("ours", *(name for name in self._args.variants if name.startswith("ours-"))):
+            with self._seat(self._noted(size, variant)) as seat:
+                if seat is not None:
+                    seat.wait_until_built()
+                    seat.measured.forward_backward = seat.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
 
     def _measure_alone(self, ours: Seat, *, has_company: bool) -> None:
         if not has_company:

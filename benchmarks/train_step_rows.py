@@ -129,7 +129,9 @@ def _own_rows(m: Measured, peak: float | None) -> list[Row]:
         used = m.forward_backward["peak_gb"]
         name, ratio = "the replaced design", LENGTHS_BASELINE_GB / used
         metric = "forward and backward at 4000 tokens, no optimizer: 64.7 GB ÷ peak"
-        rows.append(Row("B, ours", metric, "GB", used, LENGTHS_BASELINE_GB, name, ratio, floor=1.8, goal=2.3))
+        rows.append(
+            Row(f"{m.size}, {m.variant}", metric, "GB", used, LENGTHS_BASELINE_GB, name, ratio, floor=1.8, goal=2.3)
+        )
     if m.lengths:
         case = f"B, ours, {m.lengths['steps']} steps of random lengths"
         rows.append(Row(case, "graphs compiled after the warm-up", "", m.lengths["graphs_compiled_meanwhile"]))

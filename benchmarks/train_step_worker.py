@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +35,12 @@ def main() -> int:
     parser.add_argument("--variant", required=True)
     parser.add_argument("--size", required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only-length", type=int, help="of packs, in place of the size's own")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     size = TINY if args.size == TINY.name else SIZES[args.size]
+    if args.only_length is not None:
+        size = replace(size, tokens=args.only_length, lengths=(args.only_length,))
     worker = Worker(args.variant, size, torch.device("cuda:0" if args.device == "cuda" else "cpu"))
 
     def obey(command: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +207,12 @@ def _ours_muon(size: Size, device: torch.device) -> Side:
     return OurSide(size, device, cuda_graphs=True, changes={"optimizer": {"kind": "muon"}})
 
 
+def _ours_checkpointed(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.ours import OurSide
+
+    return OurSide(size, device, activation_checkpointing=True)
+
+
 def _ours_fp8(size: Size, device: torch.device) -> Side:
     from benchmarks.peers.ours import OurSide
 
@@ -235,6 +245,7 @@ def _speculators(size: Size, device: torch.device) -> Side:
 
 SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
     "ours": _ours,
+    "ours-checkpointed": _ours_checkpointed,
     "ours-fp8": _ours_fp8,
     "ours-graphs": _ours_graphs,
     "ours-graphs-kl": _ours_kl,

@@ -36,6 +36,7 @@ class OurSide:
         *,
         fp8: bool = False,
         cuda_graphs: bool = False,
+        activation_checkpointing: bool = False,
         changes: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """
@@ -46,7 +47,8 @@ class OurSide:
         """
         if fp8 and "fp8" not in TrainSpec.model_fields:
             raise SideUnavailableError("this version has no train.fp8")
-        spec = run_spec(size, device, cuda_graphs=cuda_graphs, **({"fp8": True} if fp8 else {}))
+        train = {"cuda_graphs": cuda_graphs, "activation_checkpointing": activation_checkpointing}
+        spec = run_spec(size, device, **train, **({"fp8": True} if fp8 else {}))
         spec = RunSpec.model_validate(spec.model_dump() | dict(changes or {}))
         self._reads_last_state = spec.loss.needs_target_distribution
         if device.type == "cuda":
