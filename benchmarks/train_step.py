@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument(
         "--memory-only",
         action="store_true",
-        help=f"of our variants: what a pack of {MEMORY_TOKENS} tokens needs, the only length declared; nothing is timed",
+        help=f"of our variants: what a pack of {MEMORY_TOKENS} tokens needs, the one length declared; nothing is timed",
     )
     parser.add_argument("--commit", help="for machines without the repository")
     args = parser.parse_args()
