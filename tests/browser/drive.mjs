@@ -29,6 +29,7 @@ try {
   if (config.images) await pictures(page);
   await reload(page);
   await apiIsRestarted(page);
+  await packsAreHeldBack(page);
   await pauseAndResume(page);
   await stop(page);
   await exportNewest(page);
@@ -148,6 +149,18 @@ async function apiIsRestarted(page) {
   await pointsAbove(page, before + 10);
   await nothingIsMissing(page);
   say("an API that is killed and started again leaves no gap");
+}
+
+async function packsAreHeldBack(page) {
+  const button = page.locator("#hold-packs");
+  await button.click();
+  const condition = page.locator(".notice", { hasText: "PACKS_HELD_BACK" });
+  await condition.waitFor({ timeout: PATIENCE });
+  const held = await points(page);
+  await page.getByRole("button", { name: "Give packs again" }).click();
+  await condition.waitFor({ state: "hidden", timeout: PATIENCE });
+  await pointsAbove(page, held);
+  say("packs are held back at the target, and given again");
 }
 
 async function pauseAndResume(page) {

@@ -6,6 +6,7 @@ import { fill, h, setShown, setText } from "../dom.js";
 import { follow } from "../feed.js";
 import { duration, integer, measure, percent, plural, rate, sources } from "../format.js";
 import { MetricSeries, trailingMean } from "../series.js";
+import { HoldPacks } from "./hold_packs.js";
 import { Figure, badge, moment, notice, setBadge, targetRow, trainerRow } from "./parts.js";
 import { Checkpoints, Definition, Exports, Logs, Timeline } from "./run_records.js";
 
@@ -52,6 +53,7 @@ class RunView {
   #points = h("p", { class: "remark", id: "points" });
   #workers = h("ul", { class: "rows" });
   #verbs = new VerbButtons((verb) => this.#apply(verb));
+  #holdPacks = new HoldPacks(() => this.#refreshSoon());
   #timeline = new Timeline();
   #checkpoints = new Checkpoints();
   #exports;
@@ -97,7 +99,7 @@ class RunView {
       h("div", { class: "columns wide-left" },
         h("section", { class: "card" }, h("h2", {}, "Events"), this.#timeline.node),
         h("div", { class: "stack" },
-          h("section", { class: "card" }, h("h2", {}, "Trainer and target"), this.#workers),
+          h("section", { class: "card" }, h("h2", {}, "Trainer and target"), this.#workers, this.#holdPacks.node),
           h("section", { class: "card" }, h("h2", {}, "Checkpoints"), this.#checkpoints.node, this.#exports.node))),
       this.#logs.node, this.#definition.node);
     this.#charts = new ChartGroup(this.#chartArea, this.#series, this.#signal);
@@ -196,6 +198,7 @@ class RunView {
     setText(this.#note, run.note);
     setShown(this.#note, run.note !== "");
     this.#verbs.show(run);
+    this.#holdPacks.show(run);
     this.#showNotices(run);
     this.#showProgress(run);
     const latest = run.latest_metrics;
