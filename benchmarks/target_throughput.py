@@ -5,8 +5,7 @@
 Weights are random, document lengths are real (benchmarks/document_lengths.json says whose). Each variant runs in a
 process of its own; inside it, ours and transformers' take turns on the same weights. Baseline: transformers' decoder
 with output_hidden_states and its default attention, without the head; documents in batches of eight, in random order,
-padded to the longest. The server is asked for packs by a trainer's own feeder, which copies them to the same device, or
-with the part `serve-host` to memory of its own: a program that has no part in the server's GPU, as a trainer elsewhere.
+padded to the longest. The server is asked for packs by a trainer's own feeder, which copies them to the same device.
 """
 
 import argparse
@@ -30,23 +29,17 @@ FLOORS: dict[tuple[str, str], tuple[float, float | None]] = {
     ("smollm2-135m", "real"): (4.0, 8.0),
     ("qwen3-8b", "serve"): (0.95, 0.98),
     ("smollm2-135m", "serve"): (0.8, None),
-    ("qwen3-8b", "serve-host"): (0.95, 0.98),
-    ("smollm2-135m", "serve-host"): (0.8, None),
 }
 """Floor and goal by shape and case."""
-PARTS = ("forward", "serve", "serve-host")
 CASES = {
     "even": "8 x 1024 tokens",
     "real": "real document lengths",
 }
-SUBSCRIBERS = {"serve": "to a process on the same device", "serve-host": "to memory of another process"}
 NEEDED_SECONDS = {
     ("forward", "smollm2-135m"): 25.0,
     ("forward", "qwen3-8b"): 40.0,
     ("serve", "smollm2-135m"): 35.0,
     ("serve", "qwen3-8b"): 55.0,
-    ("serve-host", "smollm2-135m"): 35.0,
-    ("serve-host", "qwen3-8b"): 55.0,
 }
 """With less time than this left a part is not begun; where nothing is said, `LEAST_SECONDS`."""
 LEAST_SECONDS = 15.0
@@ -60,7 +53,7 @@ def main() -> int:
     began = time.monotonic()  # `--leave-by` counts from here: to import torch takes ten seconds on some machines
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen3-8b"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=("forward", "serve"), default=["forward", "serve"])
     parser.add_argument("--compile", nargs="+", choices=("false", "true"), default=["true", "false"])
     parser.add_argument(
         "--leave-by", type=float, default=600.0, help="seconds from now, by when all is over; what is left out is said"
@@ -123,9 +116,8 @@ def ask(asked: dict[str, str], args: argparse.Namespace, seconds_left: float) ->
         return {"failed": f"left out: it needs {needed:.0f} s, {max(seconds_left, 0.0):.0f} s are left"}
     name = f"target_throughput-{asked['what']}-{asked['size']}-{asked['compile']}"
     output, log = args.out / f"{name}.json", args.out / f"{name}.log"
-    command = [sys.executable, "-m", "benchmarks.target_throughput_worker", asked["what"].removesuffix("-host")]
+    command = [sys.executable, "-m", "benchmarks.target_throughput_worker", asked["what"]]
     command += ["--size", asked["size"], "--compile", asked["compile"], "--device", args.device]
-    command += ["--subscriber-device", "cpu" if asked["what"] == "serve-host" else args.device]
     command += ["--output", str(output)]
     output.unlink(missing_ok=True)
     with log.open("wb") as file, child_process(command, environment=one_gpu(), output=file) as worker:
@@ -151,13 +143,13 @@ def rows_of(answer: dict[str, Any]) -> list[Row]:
     title = f"{SHAPES[size].title}, {how}"
     if "failed" in answer:
         return []
-    if answer["what"] in SUBSCRIBERS:
+    if answer["what"] == "serve":
         alone = answer["forward"]["packs_per_second"]
         rate, base = answer["packs_per_second"], statistics.median(alone)
-        floor, goal = FLOORS.get((size, answer["what"]), (None, None))
+        floor, goal = FLOORS.get((size, "serve"), (None, None))
         metric = "packs/s, server with one trainer's feeder ÷ forward alone"
         name = "forward alone, same process"
-        case = f"{title}, served {SUBSCRIBERS[answer['what']]}"
+        case = f"{title}, served"
         return [Row(case, metric, "packs/s", rate, base, name, rate / base, spread(alone), floor, goal)]
     rows = []
     for case, words in CASES.items():

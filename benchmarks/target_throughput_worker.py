@@ -37,7 +37,6 @@ def main() -> int:
     parser.add_argument("--size", choices=SHAPES, required=True)
     parser.add_argument("--compile", choices=("true", "false"), default="false")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--subscriber-device", default="cuda", help="of what `serve` is read by")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     # The parent starts its children with signals held, and a server ends by one.
@@ -219,7 +218,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
             "--size",
             args.size,
             "--device",
-            args.subscriber_device,
+            args.device,
         ]
         command += ["--address", str(server.address), "--data", str(documents)]
         command += ["--counting", str(counting), "--output", str(output)]
