@@ -231,7 +231,7 @@ class Benchmark:
 
     def _measure_memory(self, size: str) -> None:
         """One side at a time: each has the device for itself."""
-        for variant in ("ours", *(name for name in self._args.variants if name.startswith("ours-"))):
+        for variant in (name for name in self._args.variants if name.startswith("ours")):
             with self._seat(self._noted(size, variant)) as seat:
                 if seat is not None:
                     seat.wait_until_built()
