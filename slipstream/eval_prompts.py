@@ -36,7 +36,10 @@ def load_prompts(path: Path, per_source: int | None) -> list[Prompt]:
         if per_source is None or counts[prompt.source] <= per_source:
             prompts.append(prompt)
     if not prompts:
-        raise _invalid(f"{path} holds no prompts", "Give a JSONL file with one prompt a line.")
+        raise _invalid(
+            f"{path} holds no prompts: its lines are empty, or there are none; expected at least one",
+            "Give a JSONL file with one prompt a line.",
+        )
     return prompts
 
 
@@ -80,11 +83,23 @@ def _parse(line: str, where: str, default_source: str) -> Prompt:
         messages = [{"role": "user", "content": record["prompt"]}]
     if not isinstance(messages, list) or not _are_messages(messages):
         raise _invalid(
-            f"{where} has neither `messages` (role and content, both text, the last from the user) nor a `prompt`",
+            f"{where} has {_found(record)}, expected `messages` (role and content, both text, the last from the user) "
+            "or a `prompt`",
             "Mend or remove the line.",
         )
     kept = tuple({"role": m["role"], "content": m["content"]} for m in messages)
     return Prompt(str(record.get("id", where)), str(record.get("source", default_source)), kept)
+
+
+def _found(record: dict[str, Any]) -> str:
+    """What a record has in place of a prompt, in words."""
+    messages = record.get("messages")
+    if messages is None:
+        shown = ", ".join(repr(key) for key in list(record)[:6]) + (", …" if len(record) > 6 else "")
+        return f"{'no text in ' if 'prompt' in record else ''}the keys {shown}" if record else "no keys"
+    if isinstance(messages, list) and messages and _are_texts(messages):
+        return f"`messages` whose last is from {messages[-1]['role']!r}"
+    return "`messages` that are no such list"
 
 
 def _is_unicode(record: object) -> bool:
@@ -97,11 +112,11 @@ def _is_unicode(record: object) -> bool:
 
 
 def _are_messages(messages: list[Any]) -> bool:
-    return (
-        bool(messages)
-        and all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages)
-        and messages[-1]["role"] == "user"
-    )
+    return bool(messages) and _are_texts(messages) and messages[-1]["role"] == "user"
+
+
+def _are_texts(messages: list[Any]) -> bool:
+    return all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages)
 
 
 def _invalid(message: str, remedy: str) -> SlipstreamError:

@@ -12,7 +12,7 @@ from slipstream.wire.target_config import TargetConfig
 
 
 def is_training_target(
-    used: TargetSpec, trained: TargetSpec, fingerprint: str | None, *, allow_other: bool
+    used: TargetSpec, trained: TargetSpec, fingerprint: str | None, *, allow_other: bool | None
 ) -> bool | None:
     """Compare the files of the target with the fingerprint in the checkpoint.
 
@@ -20,7 +20,7 @@ def is_training_target(
         used: the target that decodes. Its dtype does not matter here: a target may be measured in another precision.
         trained: the run's; the fingerprint was taken in its dtype.
         fingerprint: from the checkpoint; None: a published drafter that names none.
-        allow_other: a difference is meant.
+        allow_other: a difference is meant; None: it cannot be, the command has no such flag.
 
     Returns:
         False only where another target was allowed; None where nothing says which one it was.
@@ -39,7 +39,8 @@ def is_training_target(
         f"target {used.model} is not the one that the drafter was trained for: its weights, tokenizer, configuration "
         f"or revision differ (fingerprint {found[:16]}, expected {fingerprint[:16]})",
         reason=Reason.TARGET_INCOMPATIBLE,
-        remedy="Give that target with --target-model, or add --allow-other-target to measure the drafter on this one.",
+        remedy="Give that target with --target-model"
+        + (".", ", or add --allow-other-target to measure the drafter on this one.")[allow_other is not None],
     )
 
 

@@ -109,7 +109,7 @@ def _open_target(
     if plan.target is None:
         return None, Verifier(served_as, ())
     log_event(_log, "info", "comparing_target", model=plan.target.model)
-    is_training_target(plan.target, plan.spec.target, state.target_fingerprint, allow_other=False)
+    is_training_target(plan.target, plan.spec.target, state.target_fingerprint, allow_other=None)
     log_event(_log, "info", "loading_target", model=plan.target.model, device=plan.device)
     loaded = load_causal_lm(plan.target, plan.device)
     facts = read_target_facts(loaded.model, loaded.tokenizer).config

@@ -145,8 +145,11 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _weight_files(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / _INDEX
-    if single.exists() or not index.exists():
+    if single.exists():
         return [single]
+    if not index.exists():
+        found = ", ".join(sorted(path.name for path in directory.iterdir())[:_SHOWN])
+        raise _invalid(f"{directory} holds no weights: expected {single.name} or {_INDEX}, found {found or 'nothing'}")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -80,8 +80,11 @@ class VllmFormat(DrafterFormat):
         fields = read_qwen3_fields(top.table("transformer_layer_config"))
         top.require("draft_vocab_size", fields["vocab_size"])
         top.require("target_hidden_size", None, fields["hidden_size"])
-        if SLIDING in fields["layer_types"]:
-            top.require("sliding_window_non_causal", False, None)
+        if SLIDING in fields["layer_types"] and values.get("sliding_window_non_causal") not in (False, None):
+            raise config_invalid(
+                f"{where}: sliding_window_non_causal is {values['sliding_window_non_causal']!r} with layers "
+                f"{list(fields['layer_types'])}, expected False or nothing where a layer slides: such a layer is causal"
+            )
         layers = top.integers("aux_hidden_state_layer_ids")
         if layers[0] == 0:
             raise config_invalid(f"{where}: aux_hidden_state_layer_ids is {list(layers)}, expected numbers from 1 on")
@@ -105,7 +108,11 @@ def _check_version(version: Any, where: str) -> None:
     parts = str(version).split(".") if version is not None else ["0"]
     numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
     if numbers > known:
-        raise config_invalid(f"{where}: speculators_version is {version!r}, expected at most {SPECULATORS_VERSION}")
+        raise SlipstreamError(
+            f"{where}: speculators_version is {version!r}, expected at most {SPECULATORS_VERSION}",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy=f"Update Slipstream, or write the files with speculators {SPECULATORS_VERSION}.",
+        )
 
 
 def _check_slots(values: dict[str, Any], block_size: int, where: str) -> None:

@@ -36,20 +36,23 @@ def test_plain_prompts_and_gzip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "record",
+    ("record", "found"),
     [
-        {"messages": []},
-        {"messages": [{"role": "assistant", "content": "x"}]},
-        {"messages": [{"role": "user", "content": 3}]},
-        {"prompt": 7},
-        ["no", "object"],
+        ({"messages": []}, "has `messages` that are no such list, expected `messages` (role and content"),
+        ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, "has `messages` whose last is from 'assistant'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "has `messages` that are no such list"),
+        ({"prompt": 7}, "has no text in the keys 'prompt'"),
+        ({"question": "why?", "answer": 3}, "has the keys 'question', 'answer', expected"),
+        ({str(n): n for n in range(9)}, "'4', '5', …, expected"),
+        ({}, "has no keys"),
+        (["no", "object"], "is a JSON list, expected an object"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, record: object) -> None:
+def test_a_line_that_is_no_prompt_is_named_with_what_it_is(tmp_path: Path, record: object, found: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "good"}, record)
     with pytest.raises(SlipstreamError, match="p.jsonl:2") as caught:
         load_prompts(path, None)
-    assert caught.value.reason is Reason.DATA_INVALID
+    assert caught.value.reason is Reason.DATA_INVALID and found in caught.value.message
 
 
 def test_missing_empty_broken_and_cut_files(tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(source: Source, t
     assert "Update Slipstream" in caught.value.remedy
 
 
+def test_a_directory_without_weights(source: Source, tmp_path: Path) -> None:
+    export(make_plan(source, tmp_path / "exported", target=None))
+    (tmp_path / "exported" / "model.safetensors").unlink()
+    (tmp_path / "exported" / "slipstream.json").unlink()
+    with pytest.raises(SlipstreamError, match=r"expected model.safetensors or .*, found README.md, config.json"):
+        read_published(tmp_path / "exported")
+
+
 def test_a_training_checkpoint_of_specforge(tmp_path: Path) -> None:
     (tmp_path / "training_state.pt").write_bytes(b"")
     with pytest.raises(SlipstreamError, match="a training checkpoint of SpecForge .* expected config.json") as caught:

@@ -233,6 +233,7 @@ def test_another_target(source: Source, tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="is not the one that the drafter was trained for") as caught:
         export(make_plan(source, tmp_path / "out", target=target))
     assert caught.value.reason is Reason.TARGET_INCOMPATIBLE
+    assert "--allow-other-target" not in caught.value.remedy, "an export has no such flag"
     assert not (tmp_path / "out").exists()
 
 

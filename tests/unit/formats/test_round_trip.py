@@ -179,6 +179,15 @@ def test_other_configurations_are_named(name: str, changes: dict[str, Any], word
     assert caught.value.reason is Reason.CHECKPOINT_INVALID
 
 
+def test_a_sliding_layer_that_sees_what_follows(tmp_path: Path) -> None:
+    written("vllm", tmp_path, exportable_config(layer_types=(SLIDING, SLIDING), sliding_window=8))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window_non_causal": True}))
+    words = "sliding_window_non_causal is True with layers .'sliding_attention', .*expected False or nothing"
+    with pytest.raises(SlipstreamError, match=words):
+        read_published(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
