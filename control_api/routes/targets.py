@@ -5,6 +5,7 @@ from sqlalchemy.orm import Session
 
 from control_api import views
 from control_api.dependencies import Once, OnceDep, PageDep, Services, ServicesDep, require_run, require_target
+from control_api.lifecycle import TransitionIllegalError
 from control_api.routes.responses import refusals
 from control_api.schemas import PacksOf, RunPublic, TargetCreate, TargetList, TargetPublic
 from control_api.store import subscriptions, targets
@@ -12,6 +13,7 @@ from control_api.store.database import touch
 from control_api.target_orders import TargetOrders
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import RunState
 from slipstream.wire.channel import TargetClient
 
 router = APIRouter(prefix="/v1/targets", tags=["targets"])
@@ -124,6 +126,8 @@ def _hold(target: str, run: str, services: Services, once: Once, *, hold_back: b
                 reason=Reason.REQUEST_INVALID,
                 remedy="Name that target.",
             )
+        if hold_back and row.state == RunState.SUCCEEDED:
+            raise TransitionIllegalError(f"Run {run!r} has SUCCEEDED; it reads no packs any more.", RunState.SUCCEEDED)
         subscription = subscriptions.name_of(row)
     orders = _orders(address, services)
     (orders.hold_back if hold_back else orders.give_again)(subscription)

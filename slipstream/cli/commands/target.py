@@ -110,7 +110,7 @@ def _hold(args: argparse.Namespace) -> int:
         return 0
     name = shlex.quote(args.run)
     if args.action == "pause":
-        print_line(f"{args.target} gives {args.run} no packs; its trainer waits")
+        print_line(f"{args.target} gives {args.run} no packs from now on")
         say_next(args, f"target resume {shlex.quote(args.target)} {name}")
     else:
         print_line(f"{args.target} gives {args.run} packs again")

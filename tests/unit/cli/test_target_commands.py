@@ -26,7 +26,7 @@ def ledger(tmp_path: Path, desk: Desk) -> Iterator[LedgerDesk]:
 
 def test_a_run_gets_no_packs_and_gets_them_again(ledger: LedgerDesk, desk: Desk, slipstream: Command) -> None:
     held = slipstream("target", "pause", "local", "demo")
-    assert (held.status, held.out) == (0, "local gives demo no packs; its trainer waits\n")
+    assert (held.status, held.out) == (0, "local gives demo no packs from now on\n")
     assert held.err == "next: slipstream target resume local demo\n"
     desk.reconcile()
     assert "PACKS_HELD_BACK: local holds its packs back." in slipstream("run", "get", "demo").out

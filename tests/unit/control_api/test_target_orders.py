@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 
 from target_server.lease_book import DeliveryState
 from tests.fakes.admin_target import admin_target
-from tests.fakes.control_plane import Desk, assert_problem
+from tests.fakes.control_plane import Desk, assert_problem, report
 from tests.fakes.ledger_desk import LedgerDesk
 
 
@@ -92,3 +92,5 @@ def test_what_is_refused(target: None, client: TestClient, desk: Desk, ledger: L
     ledger.open("demo")
     with ledger.unwritable():
         assert "cannot write its ledger" in refused("local:pause", "demo", 409, "LEDGER_UNWRITABLE")
+    desk.beat("t1", report(desk.beat("t1")["assignment"]["id"], "SUCCEEDED"))
+    assert "reads no packs any more" in refused("local:pause", "demo", 409, "TRANSITION_ILLEGAL")
