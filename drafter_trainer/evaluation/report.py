@@ -16,6 +16,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
 
+_SHOWN_DIFFERENCES = 20
+
 
 def total(tallies: dict[str, Tally]) -> Tally:
     """All sources of one way of decoding together, every round with the same weight."""
@@ -218,14 +220,18 @@ def _differences_in_words(named: str, found: list[dict[str, Any]], settings: dic
     if not found:
         return [f"{named}Lossless: every output equals plain greedy decoding token for token."]
     errors = [d for d in found if not d["allowed"]]
+    # Errors first: they must be seen.
+    shown = sorted(found, key=lambda d: bool(d["allowed"]))[:_SHOWN_DIFFERENCES]
     lines = [
-        f"{named}{len(found)} outputs differ from plain decoding ({settings['dtype']}); allowed where the target's two "
-        f"largest logits are at most {settings['gap_bound']} apart: {len(found) - len(errors)}, "
+        f"{named}Outputs that differ from plain decoding ({settings['dtype']}): {len(found)}; allowed where the "
+        f"target's two largest logits are at most {settings['gap_bound']} apart: {len(found) - len(errors)}, "
         f"not allowed: {len(errors)}."
     ]
     lines += [
         f"  {d['prompt']} at token {d['position']}: plain {d['plain_token']}, speculative {d['speculative_token']}, "
         f"top-two gap {_shown(d['top_two_gap'], '.4f')}{'' if d['allowed'] else '  ← error'}"
-        for d in found[:20]
+        for d in shown
     ]
+    if len(found) > len(shown):
+        lines.append(f"  and {len(found) - len(shown)} more, all of them in the JSON")
     return lines

@@ -1,14 +1,18 @@
 """Which loop decodes follows from the flags and the device, and is never chosen in silence."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
+from drafter_trainer.cli import main
 from drafter_trainer.evaluation.command import JSON, TEXT, add_arguments, make_plan
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.load import load_recipe
+from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
+from tests.fakes.tiny_run import write_tiny_run
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "smollm2-135m-1gpu.toml"
 
@@ -70,3 +74,17 @@ def test_a_slip_in_json_writes_no_file(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         plan("-o", "jsno")
     assert "'jsno' is neither text, json nor a file such as eval.json" in capsys.readouterr().err
+
+
+def test_json_alone_on_stdout_and_how_far_it_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = exportable_config()
+    write_checkpoint(write_tiny_run(tmp_path), tmp_path / "run", config, drawn_weights(config))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "why?"}\n')
+    flags = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "4", "--device", "cpu"]
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), *flags, "-o", "json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["lossless"] is True and report["settings"]["threads_per_process"] == 1
+    assert report["settings"]["checkpoint"] == "step-00000012"
+    assert " decoding prompts=1 processes=1" in printed.err and " decoded prompts=1/1" in printed.err

@@ -11,7 +11,7 @@ from drafter_trainer.evaluation.compare import PromptCount, compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import intervals
 from drafter_trainer.evaluation.prompt_decoder import PromptDecoder
-from drafter_trainer.evaluation.report import part_batches_in_words, to_dict
+from drafter_trainer.evaluation.report import losslessness_in_words, part_batches_in_words, to_dict
 from drafter_trainer.evaluation.report_pages import to_html, to_markdown, write_pages
 from drafter_trainer.evaluation.samples import kinds, token_texts
 from drafter_trainer.evaluation.setting import PLAIN, DecodingPlan, Setting
@@ -130,6 +130,16 @@ def test_sampled_outputs_are_not_compared(report: dict[str, Any]) -> None:
     greedy, sampled = report["by_setting"]
     assert greedy["lossless"] is True and len(greedy["differences"]["trained"]) == 3
     assert sampled["lossless"] is None and sampled["differences"]["trained"] == []
+
+
+def test_errors_are_listed_first_and_what_is_left_out_is_said(report: dict[str, Any]) -> None:
+    difference = report["by_setting"][0]["differences"]["trained"][0]
+    many = [difference | {"prompt": f"p{n}", "allowed": n != 29} for n in range(30)]
+    report["by_setting"][0]["differences"] = {"trained": many}
+    lines = losslessness_in_words(report)
+    assert "(bfloat16): 30; allowed" in lines[0] and lines[0].endswith("apart: 29, not allowed: 1.")
+    assert lines[1].startswith("  p29 at token") and lines[1].endswith("← error")
+    assert len(lines) == 22 and lines[-1] == "  and 10 more, all of them in the JSON"
 
 
 def test_a_round_that_is_cut_keeps_its_drafts_apart_from_the_bonus() -> None:
