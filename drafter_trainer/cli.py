@@ -11,7 +11,10 @@ from drafter_trainer.agent import command as agent
 from drafter_trainer.agent_line import AgentLine
 from drafter_trainer.evaluation import command as evaluation
 from drafter_trainer.formats import command as formats
+from recipes import find_recipe
+from slipstream import __version__
 from slipstream.entrypoint import run_main
+from slipstream.flag_values import THREADS, within
 from slipstream.listen import read_token
 from slipstream.run_spec.load import describe, load_recipe
 from slipstream.telemetry.logs import configure_logging
@@ -27,15 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the program."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains drafters, and measures them by decoding.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train a drafter; goes on where an earlier start of the run was left")
-    run.add_argument("recipe", type=Path, help="TOML file that defines the run (or a run's spec.json)")
+    run.add_argument("recipe", metavar="RECIPE", help="a .toml file, the name of one that ships, or a run's spec.json")
     run.add_argument("--target", metavar="HOST:PORT", help="address of the target server")
     run.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable"
     )
     run.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run lives; default: runs/NAME")
-    run.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; default: torch's own choice")
+    run.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads of torch; default: torch's own choice")
     run.add_argument(
         "--resume",
         choices=("auto", "never"),
@@ -43,7 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto (default): go on from the newest checkpoint in the run directory; never: refuse a used directory",
     )
     run.add_argument(
-        "--log-every", type=float, default=10.0, metavar="SECONDS", help="between progress lines; default: 10"
+        "--log-every",
+        type=within(float, 0, 1e9, "number of seconds"),
+        default=10.0,
+        metavar="SECONDS",
+        help="between progress lines; default: 10",
     )
     run.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     run.add_argument(
@@ -82,7 +90,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, line: AgentLine) -> int:
-    loaded = load_recipe(arguments.recipe, arguments.overrides)
+    loaded = load_recipe(find_recipe(arguments.recipe), arguments.overrides)
     if arguments.dry_run:
         sys.stdout.write(describe(loaded))
         return 0

@@ -28,3 +28,6 @@ def within(kind: type[Number], least: float, most: float, of: str) -> Callable[[
         return value
 
     return read
+
+
+THREADS = within(int, 1, 4096, "number of threads")

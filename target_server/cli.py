@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from recipes import find_recipe
 from slipstream import __version__
 from slipstream.engine_devices import engine_groups
 from slipstream.entrypoint import run_main
@@ -66,14 +67,14 @@ def run_command(arguments: Sequence[str]) -> int:
     return _serve(args, target, listen, token, roots, data.pack_tokens if data is not None else None)
 
 
-def read_target(recipe: Path | None, model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec | None]:
+def read_target(recipe: str | None, model: str | None, overrides: Sequence[str]) -> tuple[TargetSpec, DataSpec | None]:
     """The target to serve, from a recipe or from flags alone; and the recipe's data.
 
     Raises:
         SlipstreamError: SPEC_INVALID.
     """
     if recipe is not None:
-        spec = load_recipe(recipe, overrides).spec
+        spec = load_recipe(find_recipe(recipe), overrides).spec
         # Unlike in a recipe, a relative path in a flag starts at the working directory.
         target = spec.target if model is None else spec.target.model_copy(update={"model": model})
         return target, spec.data
@@ -274,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="load a target and serve it")
-    serve.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE", help="recipe (.toml) whose target is served")
+    serve.add_argument("recipe", nargs="?", metavar="RECIPE", help="whose target is served: a file, or a shipped one")
     serve.add_argument("--model", help="directory, hub name or .gguf file; instead of the recipe's")
     serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's setting")
     serve.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="default: %(default)s")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from recipes import find_recipe
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
@@ -234,6 +235,8 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         SlipstreamError: SPEC_INVALID.
     """
     recipes = [source for source in sources if source.endswith(".toml")]
+    if len(sources) == 1 and model is None and not Path(sources[0]).exists():
+        recipes = [*sources]  # a name; what is none is refused as such
     if recipes and len(sources) > 1:
         raise SlipstreamError(
             f"{recipes[0]} is a recipe, which names its data itself; {len(sources) - 1} other files are given.",
@@ -241,7 +244,7 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
             remedy="Give one recipe, or files alone.",
         )
     if recipes:
-        spec = load_recipe(Path(recipes[0]), overrides).spec
+        spec = load_recipe(find_recipe(recipes[0]), overrides).spec
         target = spec.target if model is None else spec.target.model_copy(update={"model": model})
         return Wanted(target, spec.data, spec.drafter, spec.eval)
     table: dict[str, Any] = {"data": {"files": list(sources)}, "target": {"model": model} if model else {}}

@@ -10,6 +10,7 @@ from drafter_trainer.agent.identity import Identity, check_name, default_name, o
 from drafter_trainer.agent.loop import Agent
 from drafter_trainer.agent.work import Workplace
 from slipstream.control_client import DEFAULT_ADDRESS, ControlClient
+from slipstream.flag_values import THREADS
 from slipstream.listen import read_token
 
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto (default: the first GPU, else the CPU), cpu, cuda or cuda:N"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of a run; default: torch's own choice")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads of a run; default: torch's choice")
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="bearer token of API and targets; else $SLIPSTREAM_TOKEN"
     )

@@ -4,14 +4,14 @@ import argparse
 import json
 from collections.abc import Sequence
 
-_ACTIONS = ("list", "show")
+_ACTIONS = ("ls", "list", "show")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
     parser = subparsers.add_parser("recipe", help="run definitions: show one, list those that ship")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("list", help="names of the recipes that ship with Slipstream")
+    actions.add_parser("ls", aliases=["list"], help="names of the recipes that ship with Slipstream")
     show = actions.add_parser(
         "show",
         help="print the resolved run",
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import recipes
     from slipstream.run_spec.load import describe, load_recipe
 
-    if args.action == "list":
+    if args.action in ("ls", "list"):
         print("\n".join(recipes.recipe_names()))
         return 0
     loaded = load_recipe(recipes.find_recipe(args.recipe), args.set)

@@ -6,9 +6,12 @@ import pytest
 
 from control_api.cli import serve
 from drafter_trainer.cli import build_parser
+from drafter_trainer.cli import main as train
 from slipstream.errors import SlipstreamError
 from slipstream.packaged_model import given_model
 from slipstream.run_spec.reasons import Reason
+from target_server.cli import read_target
+from target_server.data_command import read_sources
 from tests.fakes.control_plane import Desk
 from tests.unit.cli.conftest import Command
 
@@ -38,10 +41,30 @@ def test_values_of_flags_of_the_other_programs(capsys: pytest.CaptureFixture[str
     for flags in (["--jobs", "x"], ["--temperatures", "0,x"]):
         with pytest.raises(SystemExit):
             build_parser().parse_args(["eval", "run", *flags])
+    for words in (["run", "r", "--threads", "0"], ["worker", "--threads", "many"], ["run", "r", "--log-every", "nan"]):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(words)
     said = capsys.readouterr().err
+    assert "'0' is no number of threads from 1" in said and "'nan' is no number of seconds" in said
     for words in ("'x' is no number of seconds from 0.001 to", "x is not a positive number", "0,x: a temperature is a"):
         assert words in said
     assert " invalid _" not in said
+
+
+def test_recipes_that_ship_have_names_in_every_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["run", "demo-smollm2-135m", "--dry-run"]) == 0
+    assert 'name = "demo-smollm2-135m"' in capsys.readouterr().out
+    target, data = read_target("demo-smollm2-135m", None, [])
+    assert target.dtype == "float32" and data is not None and data.pack_tokens == 256
+    assert read_sources(["demo-smollm2-135m"], None, []).data == data
+    for wrong in (lambda: read_target("demo-smollm", None, []), lambda: read_sources(["demo-smollm"], None, [])):
+        with pytest.raises(SlipstreamError, match="no shipped recipe is called 'demo-smollm', and no file here"):
+            wrong()
+    assert train(["run", "demo-smollm"]) == 2
+
+
+def test_recipes_are_listed_as_everything_is(slipstream: Command) -> None:
+    assert slipstream("recipe", "ls").out == slipstream("recipe", "list").out != ""
 
 
 def test_no_target_is_registered(desk: Desk, slipstream: Command) -> None:

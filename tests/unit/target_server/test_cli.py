@@ -30,10 +30,10 @@ max_steps = 10
 def test_the_target_comes_from_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
-    target, data = read_target(recipe, None, ["target.dtype=float32"])
+    target, data = read_target(str(recipe), None, ["target.dtype=float32"])
     assert target == TargetSpec(model=str(tmp_path / "model"), dtype="float32")
     assert data is not None and data.files[0] == str(tmp_path / "data/a.jsonl")
-    target, _ = read_target(recipe, "other/model", [])
+    target, _ = read_target(str(recipe), "other/model", [])
     assert target.model == "other/model", "a flag starts at the working directory, not at the recipe's"
 
 
