@@ -83,7 +83,7 @@ class LeaseLedger:
         Raises:
             SlipstreamError: STREAM_CHANGED when the run was opened on other terms; TARGET_FINGERPRINT_MISMATCH;
                 SPEC_INVALID for a group that does not fit, or a live start beyond the end; TARGET_LOADING for a live
-                start in a stream that has left its shelf meanwhile.
+                start in a stream that has left its shelf meanwhile; LEDGER_UNWRITABLE.
         """
         book = self._book
         with book.lock:
@@ -118,7 +118,8 @@ class LeaseLedger:
         contain them, and only the answer to their commit was lost.
 
         Raises:
-            SlipstreamError: INCARNATION_STALE when another trainer has taken the run over; SPEC_INVALID.
+            SlipstreamError: INCARNATION_STALE when another trainer has taken the run over; SPEC_INVALID;
+                LEDGER_UNWRITABLE: nothing has happened, ask again.
         """
         book = self._book
         with book.lock:
@@ -162,7 +163,8 @@ class LeaseLedger:
             cancelled: true when the caller has hung up; `wake` after it changes.
 
         Raises:
-            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN, LEASE_QUOTA_EXCEEDED.
+            SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN, LEASE_QUOTA_EXCEEDED;
+                LEDGER_UNWRITABLE where a group begins with it.
         """
         book = self._book
         with book.lock:
@@ -345,7 +347,7 @@ class LeaseLedger:
 
         Raises:
             SlipstreamError: INCARNATION_STALE, STREAM_CLOSED, SUBSCRIPTION_UNKNOWN; SPEC_INVALID for a step whose packs
-                were not handed out, or one that is not the next.
+                were not handed out, or one that is not the next; LEDGER_UNWRITABLE: it is not committed, ask again.
         """
         book = self._book
         with book.lock:

@@ -56,7 +56,7 @@ class StreamControl:
         """Grant no leases to the run and let it pin nothing; leases it holds stay valid.
 
         Raises:
-            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
+            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED, LEDGER_UNWRITABLE.
         """
         self._set_paused(name, True)
 
@@ -64,7 +64,7 @@ class StreamControl:
         """Undo `pause`.
 
         Raises:
-            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED.
+            SlipstreamError: SUBSCRIPTION_UNKNOWN, STREAM_CLOSED, LEDGER_UNWRITABLE.
         """
         self._set_paused(name, False)
 
@@ -72,7 +72,7 @@ class StreamControl:
         """End the subscription: its leases are void and its trainers are told STREAM_CLOSED. Idempotent.
 
         Raises:
-            SlipstreamError: SUBSCRIPTION_UNKNOWN.
+            SlipstreamError: SUBSCRIPTION_UNKNOWN, LEDGER_UNWRITABLE.
         """
         book = self._book
         with book.lock:
