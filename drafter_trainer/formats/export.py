@@ -23,11 +23,12 @@ from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.run_metrics import seconds_of_steps
 from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
 from drafter_trainer.formats.tensors import check_tensors
+from drafter_trainer.formats.vllm import VllmFormat
 from slipstream.disk import disk_errors_in_words, write_atomically
 from slipstream.eval_prompts import end_ids
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_facts import read_target_facts
-from slipstream.target_files import files_at_hand, locate_target
+from slipstream.target_files import files_at_hand, is_path, locate_target
 from slipstream.target_loading import load_causal_lm
 from slipstream.telemetry.logs import log_event
 
@@ -133,6 +134,15 @@ def _describe(
     target = target_facts(plan.served_as, named, files)
     if target.hub_name is None:
         log_event(_log, "info", "card_names_no_base_model", target=target.name, remedy="--target-name OWNER/NAME")
+    if plan.format_name == VllmFormat.name and plan.served_as is None and is_path(plan.spec.target.model):
+        # speculators reads the target's tables from there, and no .gguf.
+        log_event(
+            _log,
+            "warning",
+            "verifier_is_a_path_of_this_machine",
+            name_or_path=plan.spec.target.model,
+            remedy="--target-name OWNER/NAME",
+        )
     facts = CardFacts(
         format_name=plan.format_name,
         dtype=plan.dtype,

@@ -106,9 +106,13 @@ def test_without_a_report_the_estimate_of_the_training_stands(source: Source, tm
     assert text is not None and "| math | 1.750 |" in text and "| all | 1.500 |" in text
 
 
-def test_a_self_test_that_was_left_out_is_recorded(source: Source, tmp_path: Path) -> None:
+def test_a_self_test_that_was_left_out_is_recorded(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--to", "vllm", "--output", str(tmp_path / "out"), "--without-self-test"]
     assert main(["export", f"{source.run}@12", *flags]) == 0
+    said = capsys.readouterr().err
+    assert " card_names_no_base_model target=target" in said and " verifier_is_a_path_of_this_machine" in said
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Left out** (`--without-self-test`)" in card
     assert "Of the target's weights: unknown: its files name none." in card, (
