@@ -20,6 +20,9 @@ from target_server.state_cache_part import part_of
 from target_server.target_model import TargetModel
 from target_server.work_queue import Work
 
+_LOOK_AGAIN_SECONDS = 0.0005
+"""How often an engine that waits for demand looks whether the device has finished a pack."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -137,7 +140,7 @@ class Producer:
         try:
             while True:
                 with self.times.measured("demand"):
-                    work = self._queue.next_work(0.0 if self._launched else float("inf"))
+                    work = self._next_work()
                 if work is not None:
                     self._launch(work)
                     self._settle(leave=self._packs_in_flight)
@@ -148,6 +151,20 @@ class Producer:
         finally:
             self._abandon_launched()
             self.times.log(_log, "engine_times")
+
+    def _next_work(self) -> Work | None:
+        """Wait for demand, but not longer than for the pack that the device is at.
+
+        A trainer that was given a pack asks for the next one a moment after that pack was published: an engine that had
+        looked before, and then waited for the device, would leave it idle between any two packs.
+        """
+        if not self._launched:
+            return self._queue.next_work(float("inf"))
+        while True:
+            is_done = self._launched[0].write.is_done
+            work = self._queue.next_work(0.0 if is_done else _LOOK_AGAIN_SECONDS)
+            if work is not None or is_done:
+                return work
 
     def compute(self, work: Work) -> None:
         """Compute one pack and put it on the shelf, or set it aside for ever.

@@ -54,6 +54,11 @@ class SlotWrite:
     done: torch.cuda.Event | None
     """None: everything is done already."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self.done is None or self.done.query()
+
     def finish(self) -> bool:
         """Wait for the copies and close the slot; true when the hidden states are finite."""
         if self.done is not None:

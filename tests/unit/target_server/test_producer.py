@@ -1,7 +1,13 @@
 """The engine that fills the slots of streams: what it writes, and what it leaves behind when it fails."""
 
+import dataclasses
+import queue
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +17,8 @@ from slipstream.run_spec.spec import TargetSpec
 from slipstream.wire.codec import checksum, view_tensor
 from target_server.lease_book import DeliveryState
 from target_server.lease_ledger import Ask
-from target_server.producer import Throughput
+from target_server.producer import Producer, Throughput
+from target_server.slot_writer import SlotWrite, SlotWriter
 from target_server.stream import SMALL_TENSORS, Stream
 from target_server.subscription import Lease, SubscriptionTerms
 from target_server.target_model import TargetModel
@@ -110,6 +117,51 @@ def test_packs_launched_ahead_are_published_in_order_and_not_lost_at_the_end(
     assert (taken, running.is_alive()) == ([0, 1, 2], False)
     assert "engine_times" in caplog.text
     assert not engine.ledger._book.shelves[stream_name].is_writing
+
+
+class BusyDevice(SlotWriter):
+    """Writes slots at once, and says that the device is still at it until `finished` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.begun: queue.Queue[int] = queue.Queue()
+        self.asked, self.finished = threading.Event(), threading.Event()
+
+    def _ask(self, answer: Callable[[], bool]) -> bool:
+        self.asked.set()
+        return answer()
+
+    def begin(self, *arguments: Any) -> SlotWrite:
+        write = super().begin(*arguments)
+        self.begun.put(write.slot_index)
+        query, synchronize = (partial(self._ask, answer) for answer in (self.finished.is_set, self.finished.wait))
+        event = SimpleNamespace(query=query, synchronize=synchronize)
+        return dataclasses.replace(write, done=event)  # type: ignore[arg-type]
+
+
+def test_a_pack_that_is_asked_for_while_the_device_computes_is_launched_behind_it(
+    engine: SteppedTarget, terms: SubscriptionTerms
+) -> None:
+    """Trainers ask a moment after they were given a pack: the device must not stand still for that."""
+    name, _ = engine.join(terms)
+    device = BusyDevice()
+    producer = Producer(engine.target, engine.queue, engine.catalog, device)
+    producer._packs_in_flight = 1
+    engine.ledger.lease(name, Ask(1, 1))
+    running = threading.Thread(target=producer.run, daemon=True)
+    running.start()
+    device.begun.get(timeout=30)
+    assert device.asked.wait(30), "the engine waits: for the device, or for work"
+    engine.ledger.lease(name, Ask(1, 2))
+    device.begun.get(timeout=30)
+    device.finished.set()
+    taken: list[int] = []
+    while len(taken) < 2:
+        grant = engine.ledger.lease(name, Ask(1, 2 - len(taken), max_wait=30.0))
+        taken += [lease.sequence_number for lease in grant.leases]
+    engine.queue.close()
+    running.join(30)
+    assert (taken, running.is_alive()) == ([0, 1], False)
 
 
 def test_a_failure_leaves_no_pack_that_was_launched_before(
