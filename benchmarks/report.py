@@ -147,7 +147,7 @@ def _summary(results: dict[str, dict[str, Any]]) -> str:
 def _section(result: dict[str, Any]) -> str:
     text = f"\n{_provenance(result)}.\n"
     if "note" in result.get("settings", {}) and result["settings"]["note"]:
-        text += f"\nBeside it on the machine: {result['settings']['note']}\n"
+        text += f"\nTo know: {result['settings']['note']}\n"
     if "variants" in result:
         return f"{text}\n{markdown(result['variants'])}"
     lines = ["\n| case | what | ours | baseline | ratio | floor | goal | |", "|---|---|--:|--:|--:|--:|--:|---|"]
