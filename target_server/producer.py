@@ -20,7 +20,7 @@ from target_server.state_cache_part import part_of
 from target_server.target_model import TargetModel
 from target_server.work_queue import Work
 
-_LOOK_AGAIN_SECONDS = 0.0005
+_LOOK_AGAIN_SECONDS = 0.001
 """How often an engine that waits for demand looks whether the device has finished a pack."""
 
 _log = logging.getLogger(__name__)
