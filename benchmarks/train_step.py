@@ -28,7 +28,7 @@ from slipstream.child_processes import one_gpu, sigterm_as_exit
 
 VARIANTS = ("ours", "specforge", "ours-fp8", "ours-graphs", "specforge-shipped", "specforge-compiled", "speculators")
 """In this order by default, so that what matters most is there when time runs out."""
-ON_REQUEST = ("ours-graphs-kl", "ours-graphs-muon", "ours-checkpointed")
+ON_REQUEST = ("ours-graphs-kl", "ours-graphs-muon", "ours-checkpointed", "ours-checkpointed-1")
 """Other work than the peers', or the same in less memory."""
 PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""

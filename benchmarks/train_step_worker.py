@@ -213,6 +213,12 @@ def _ours_checkpointed(size: Size, device: torch.device) -> Side:
     return OurSide(size, device, activation_checkpointing=True)
 
 
+def _ours_checkpointed_1(size: Size, device: torch.device) -> Side:
+    from benchmarks.peers.ours import OurSide
+
+    return OurSide(size, device, activation_checkpointing=1)
+
+
 def _ours_fp8(size: Size, device: torch.device) -> Side:
     from benchmarks.peers.ours import OurSide
 
@@ -246,6 +252,7 @@ def _speculators(size: Size, device: torch.device) -> Side:
 SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
     "ours": _ours,
     "ours-checkpointed": _ours_checkpointed,
+    "ours-checkpointed-1": _ours_checkpointed_1,
     "ours-fp8": _ours_fp8,
     "ours-graphs": _ours_graphs,
     "ours-graphs-kl": _ours_kl,

@@ -18,6 +18,8 @@ from drafter_trainer.block_mask import AttentionLayout, BlockAttention
 from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
 from drafter_trainer.drafter_interface import DraftContext, Drafter
 from drafter_trainer.rotary import RotaryTables, rotary_tables, rotate
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 
 LayerContext = tuple[Tensor, Tensor]
 """Projected context of one layer: key (normalised, rotated) and value, each [H_kv, S, d]."""
@@ -152,13 +154,21 @@ class DFlashDrafter(Drafter):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.recomputes_layers = False
-        """Keep what enters each layer, and compute the layer once more in the backward: half the memory, more time."""
+        self.recomputed_layers = 0
+        """Of the first so many, keep what enters them, and compute them once more in the backward."""
         self.joins_products = False
 
-    def recompute_layers(self) -> None:
-        """Half the memory, more time, the same bits."""
-        self.recomputes_layers = True
+    def recompute_layers(self, count: int) -> None:
+        """Less memory, more time, the same bits. The first ones: when the backward comes to them, what the others have
+        kept is gone."""
+        if count > self.config.num_layers:
+            raise SlipstreamError(
+                f"train.activation_checkpointing is {count}, expected at most drafter.num_layers, "
+                f"{self.config.num_layers}.",
+                reason=Reason.SPEC_INVALID,
+                remedy="Set train.activation_checkpointing = true for every layer.",
+            )
+        self.recomputed_layers = count
 
     def join_products(self) -> None:
         """All keys and values of the context, queries, keys and values of a block, gate and up. Fewer and larger
@@ -239,9 +249,9 @@ class DFlashDrafter(Drafter):
         attention: BlockAttention | CachedAttention,
     ) -> Tensor:
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        for layer, layer_context in zip(self._draft_layers(), context, strict=True):
+        for index, (layer, layer_context) in enumerate(zip(self._draft_layers(), context, strict=True)):
             arguments = block, layer_context, tables, attention
-            if self.recomputes_layers and torch.is_grad_enabled():
+            if index < self.recomputed_layers and torch.is_grad_enabled():
                 # Whole layers, and never reentrant: flex_attention is traced once, with gradients.
                 block = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:

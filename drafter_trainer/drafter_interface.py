@@ -88,14 +88,16 @@ class Drafter(nn.Module):
         """The masks that `forward` needs; this one: none."""
         return AttentionLayout(kind, self.config.block_size, has_full=False)
 
-    def recompute_layers(self) -> None:
-        """From now on keep what enters each layer alone, and compute the layer once more in the backward.
+    def recompute_layers(self, count: int) -> None:
+        """From now on keep, of the first `count` layers, what enters them alone, and compute them once more in the
+        backward.
 
         Raises:
-            SlipstreamError: SPEC_INVALID, the architecture cannot.
+            SlipstreamError: SPEC_INVALID, the architecture cannot, or has fewer layers.
         """
         raise SlipstreamError(
-            f"train.activation_checkpointing is true, but {self.config.architecture} does not compute layers again",
+            f"train.activation_checkpointing asks for {count} layers to be computed again, which "
+            f"{self.config.architecture} does not do.",
             reason=Reason.SPEC_INVALID,
             remedy="Set train.activation_checkpointing = false.",
         )

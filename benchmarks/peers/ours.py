@@ -36,7 +36,7 @@ class OurSide:
         *,
         fp8: bool = False,
         cuda_graphs: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | int = False,
         changes: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """

@@ -92,8 +92,8 @@ def _print_memory(memory: MemoryPlan) -> None:
 
 
 def _print_activations(sizes: RunSizes) -> None:
-    kept = saved_activations(replace(sizes, checkpointed_layers=False))
-    checkpointed = saved_activations(replace(sizes, checkpointed_layers=True))
+    kept = saved_activations(replace(sizes, checkpointed_layers=0))
+    checkpointed = saved_activations(replace(sizes, checkpointed_layers=sizes.num_layers))
     parts = dict.fromkeys((*kept, *checkpointed))
     rows = [[part, _mib(kept.get(part, 0)), _mib(checkpointed.get(part, 0))] for part in parts]
     rows.append(["together", _mib(sum(kept.values())), _mib(sum(checkpointed.values()))])

@@ -78,7 +78,8 @@ def plan_cost(sizes: RunSizes, *, tflops: float, total_steps: int | None, keep: 
     flop = sum(work.values())
     # Computed again in the backward: a forward is a third of a layer's work, of its attention two products in seven.
     again = (work["block projections"] + work["block MLPs"]) / 3 + work["attention"] * 2 / 7
-    seconds = (flop + (again if sizes.checkpointed_layers else 0.0)) / (tflops * 1e12)
+    again *= min(sizes.checkpointed_layers, sizes.num_layers) / sizes.num_layers
+    seconds = (flop + again) / (tflops * 1e12)
     saved = checkpoint_bytes(sizes)
     return CostPlan(
         parameters=sizes.parameters,

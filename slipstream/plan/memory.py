@@ -152,11 +152,14 @@ def saved_activations(sizes: RunSizes) -> dict[str, int]:
         "context": 2 * sizes.pack_tokens * hidden * wide,
         "block embeddings": rows * hidden * wide,
     }
-    if sizes.checkpointed_layers:
+    again = min(sizes.checkpointed_layers, sizes.num_layers)
+    # The last layer's are there when its backward begins, kept or computed again.
+    whole = max(1, sizes.num_layers - again)
+    if again:
         # What enters a layer: the block, and keys and values of the context, of which the norm keeps its input, too.
         inputs = rows * hidden + 3 * sizes.pack_tokens * sizes.key_width
-        return context | {"layer inputs": sizes.num_layers * inputs * wide} | _one_layer(sizes)
-    return context | {part: sizes.num_layers * size for part, size in _one_layer(sizes).items()}
+        context |= {"layer inputs": again * inputs * wide}
+    return context | {part: whole * size for part, size in _one_layer(sizes).items()}
 
 
 def _one_layer(sizes: RunSizes) -> dict[str, int]:

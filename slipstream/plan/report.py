@@ -108,7 +108,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
             "peak_bytes": plan.memory.peak_bytes,
             "peak_phase": plan.memory.worst_phase,
             "saved_activations": saved_activations(plan.sizes),
-            "saved_activations_checkpointed": saved_activations(replace(plan.sizes, checkpointed_layers=True)),
+            "saved_activations_checkpointed": saved_activations(
+                replace(plan.sizes, checkpointed_layers=plan.sizes.num_layers)
+            ),
         },
         "step": {
             "flop": step_flop(plan.sizes),

@@ -109,7 +109,7 @@ def _knobs(sizes: RunSizes, device_bytes: int) -> list[Iterator[Change]]:
     return [
         _chunks(sizes, device_bytes),
         _steps("stream.prefetch_packs", "prefetch_packs", sizes, {_LEAST_PREFETCH}, 0.1),
-        _flag("train.activation_checkpointing=true", not sizes.checkpointed_layers, {"checkpointed_layers": True}, 0.5),
+        _checkpointing(sizes),
         _flag("train.cuda_graphs=false", sizes.cuda_graphs, {"cuda_graphs": False}, 0.2),
         _steps(
             "train.anchors_per_pack", "anchors_per_pack", sizes, _shares(sizes.anchors_per_pack, _ANCHOR_MULTIPLE), 2.0
@@ -131,16 +131,30 @@ def _chunks(sizes: RunSizes, device_bytes: int) -> Iterator[Change]:
             yield _change((f"loss.chunk_rows={smaller}",), 0.1 * halvings, {"chunk_rows": smaller})
 
 
+def _checkpointing(sizes: RunSizes) -> Iterator[Change]:
+    """Not the last layer: what is inside it is there anyway when its backward begins."""
+    yield _as_it_is()
+    for count in sorted(_counts_below(sizes.num_layers)):
+        if count > sizes.checkpointed_layers:
+            more = (count - sizes.checkpointed_layers) / sizes.num_layers
+            yield _change((f"train.activation_checkpointing={count}",), 0.5 * more, {"checkpointed_layers": count})
+
+
 def _layers(sizes: RunSizes) -> Iterator[Change]:
     """Features stay as many as they are."""
     yield _as_it_is()
     if sizes.layers_are_named:
         return
-    now = sizes.num_layers
-    every = range(1, now) if now <= _ALL_TRIED else {1, 2, 4, 8} | {now * share // 16 for share in range(1, 16)}
-    for fewer in sorted(every, reverse=True):
+    for fewer in sorted(_counts_below(sizes.num_layers), reverse=True):
         settings = (f"drafter.num_layers={fewer}", f"drafter.num_features={sizes.num_features}")
         yield _change(settings, 8.0 * math.log2(sizes.num_layers / fewer), {"num_layers": fewer})
+
+
+def _counts_below(number: int) -> set[int]:
+    """All, or of many the smallest powers of two and all sixteenths."""
+    if number <= _ALL_TRIED:
+        return set(range(1, number))
+    return {1, 2, 4, 8} | {number * share // 16 for share in range(1, 16)}
 
 
 def _flag(setting: str, possible: bool, values: dict[str, Any], price: float) -> Iterator[Change]:

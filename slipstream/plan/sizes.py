@@ -62,8 +62,8 @@ class RunSizes:
     needs_target_distribution: bool = False
     fp8: bool = False
     cuda_graphs: bool = False
-    checkpointed_layers: bool = False
-    """Activations inside a layer are computed again in the backward."""
+    checkpointed_layers: int = 0
+    """Of the first so many, what is inside them is computed again in the backward."""
     chunk_rows: int | None = None
     """Rows of logits at once; None: by the device's memory."""
     least_pack_tokens: int = TILE
@@ -167,6 +167,7 @@ class RunSizes:
         features = drafter.target_layer_ids
         num_features = len(features) if features else drafter.num_features or drafter.num_layers
         _require_layers(features, num_features, target.num_layers)
+        again = train.activation_checkpointing
         sizes = cls(
             hidden_size=target.hidden_size,
             intermediate_size=drafter.intermediate_size or target.intermediate_size,
@@ -188,7 +189,7 @@ class RunSizes:
             moving_average=spec.optimizer.ema_decay is not None,
             needs_target_distribution=spec.loss.needs_target_distribution,
             fp8=train.fp8,
-            checkpointed_layers=train.activation_checkpointing,
+            checkpointed_layers=drafter.num_layers if again is True else int(again),
             chunk_rows=spec.loss.chunk_rows,
             least_pack_tokens=spec.data.max_document_tokens or TILE,
             layers_are_named=drafter.layer_types is not None,

@@ -82,10 +82,22 @@ def test_a_checkpointed_layer_keeps_its_input_alone(traced: None) -> None:
     drafter = tiny_drafter(tiny_config(BLOCK))
     _, reference = kept_rows(drafter)
     torch._dynamo.reset()
-    drafter.recomputes_layers = True
+    drafter.recompute_layers(drafter.config.num_layers)
     kept, results = kept_rows(drafter)
     assert kept[drafter.config.intermediate_size] == 0
     assert kept[drafter.config.hidden_size] <= drafter.config.num_layers + 1
+    torch.testing.assert_close(results, reference)
+
+
+def test_layers_behind_those_that_are_computed_again_keep_what_they_did(traced: None) -> None:
+    drafter = tiny_drafter(tiny_config(BLOCK))
+    assert drafter.config.num_layers == 2
+    before, reference = kept_rows(drafter)
+    torch._dynamo.reset()
+    drafter.recompute_layers(1)
+    kept, results = kept_rows(drafter)
+    wide = drafter.config.intermediate_size
+    assert kept[wide] == before[wide] / 2 > 0
     torch.testing.assert_close(results, reference)
 
 

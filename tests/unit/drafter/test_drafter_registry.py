@@ -159,8 +159,8 @@ def test_layers_are_computed_again_only_where_the_architecture_can(site: Path) -
     with installed(write_plug_in(site)):
         spec = DrafterSpec(architecture=NAME, num_features=2)
         drafter = resolve_drafter_config(spec, target(mask_token_id=3)).build()
-        with pytest.raises(SlipstreamError, match="last_feature does not compute layers again"):
-            drafter.recompute_layers()
+        with pytest.raises(SlipstreamError, match="1 layers to be computed again, which last_feature does not do"):
+            drafter.recompute_layers(1)
 
 
 def test_a_growing_context_is_a_fixed_one_that_doubles(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,12 +210,14 @@ def test_the_targets_last_state_is_read_only_where_the_objective_needs_it() -> N
         make_step(make_spec(objective="tv")).run(StepBatch(0, (without,)), 1e-2)
 
 
+@pytest.mark.parametrize("again", [True, 1])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_layers_that_are_computed_again_learn_the_same_bits(precision: str) -> None:
+def test_layers_that_are_computed_again_learn_the_same_bits(precision: str, again: bool | int) -> None:
     spec = make_spec(packs_per_step=2, precision=precision)
-    train = spec.train.model_copy(update={"activation_checkpointing": True})
+    spec = spec.model_copy(update={"drafter": spec.drafter.model_copy(update={"num_layers": 2})})
+    train = spec.train.model_copy(update={"activation_checkpointing": again})
     kept, recomputed = make_step(spec), make_step(spec.model_copy(update={"train": train}))
-    assert recomputed.drafter.recomputes_layers
+    assert recomputed.drafter.recomputed_layers == (2 if again is True else 1)
     for number in range(3):
         batch = StepBatch(number, (make_pack(2 * number), make_pack(2 * number + 1)))
         assert kept.run(batch, 1e-3).wait() == recomputed.run(batch, 1e-3).wait()
