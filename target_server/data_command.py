@@ -235,8 +235,8 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         SlipstreamError: SPEC_INVALID.
     """
     recipes = [source for source in sources if source.endswith(".toml")]
-    if len(sources) == 1 and model is None and not Path(sources[0]).exists():
-        recipes = [*sources]  # a name; what is none is refused as such
+    if len(sources) == 1 and model is None and not Path(sources[0]).suffix and not Path(sources[0]).exists():
+        recipes = [*sources]  # the name of one; what is none is refused as such
     if recipes and len(sources) > 1:
         raise SlipstreamError(
             f"{recipes[0]} is a recipe, which names its data itself; {len(sources) - 1} other files are given.",
