@@ -82,7 +82,8 @@ def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | No
         files: of the target, where they are at hand; a directory's config.json or a .gguf may know the model's name.
     """
     licence = read_licence(files) if files else None
-    if given is not None and not _leads_somewhere(given):
+    # The user means a name: a directory that happens to be called so here does not make it a path.
+    if given is not None and not is_path(given):
         return TargetFacts(given, given if _HUB_NAME.fullmatch(given) else None, licence, files is not None)
     name = given or trained.model
     if not _leads_somewhere(name):

@@ -145,6 +145,17 @@ def test_a_name_is_one_of_the_hub_where_something_shows_it(model: str, tmp_path:
     assert target_facts(None, trained, snapshot).hub_name == model
 
 
+def test_a_name_given_for_the_target_is_no_directory_that_lies_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    trained = TargetSpec(model="Qwen/Qwen3-8B")
+    assert target_facts("Qwen/Qwen3-8B", trained, None).hub_name == "Qwen/Qwen3-8B"
+    assert target_facts(None, trained, None) == TargetFacts("Qwen3-8B", None, None, at_hand=False)
+    assert target_facts("./Qwen/Qwen3-8B", trained, None).hub_name is None
+
+
 def test_a_relative_path_that_is_not_here_is_no_hub_name() -> None:
     trained = TargetSpec(model="team/models/mine")
     assert files_at_hand(trained) is None
