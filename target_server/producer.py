@@ -161,10 +161,13 @@ class Producer:
         if not self._launched:
             return self._queue.next_work(float("inf"))
         while True:
+            began = time.monotonic()
             is_done = self._launched[0].write.is_done
             work = self._queue.next_work(0.0 if is_done else _LOOK_AGAIN_SECONDS)
             if work is not None or is_done:
                 return work
+            # A queue that was closed does not wait.
+            time.sleep(max(0.0, _LOOK_AGAIN_SECONDS - (time.monotonic() - began)))
 
     def compute(self, work: Work) -> None:
         """Compute one pack and put it on the shelf, or set it aside for ever.

@@ -164,6 +164,26 @@ def test_a_pack_that_is_asked_for_while_the_device_computes_is_launched_behind_i
     assert (taken, running.is_alive()) == ([0, 1], False)
 
 
+def test_an_engine_of_a_closed_queue_does_not_spin_while_its_device_computes(
+    engine: SteppedTarget, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _ = engine.join(terms)
+    device = BusyDevice()
+    producer = Producer(engine.target, engine.queue, engine.catalog, device)
+    producer._packs_in_flight = 1
+    slept = threading.Event()
+    monkeypatch.setattr("target_server.producer.time.sleep", lambda _seconds: slept.set())
+    engine.ledger.lease(name, Ask(1, 1))
+    running = threading.Thread(target=producer.run, daemon=True)
+    running.start()
+    device.begun.get(timeout=30)
+    engine.queue.close()
+    assert slept.wait(30)
+    device.finished.set()
+    running.join(30)
+    assert not running.is_alive()
+
+
 def test_a_failure_leaves_no_pack_that_was_launched_before(
     engine: SteppedTarget, terms: SubscriptionTerms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
