@@ -4,14 +4,12 @@ On CUDA the copy runs on a stream of its own into the slot itself, whose memory 
 copied once on their way to a trainer's process. On the CPU it is an ordinary copy.
 """
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from slipstream.hidden_states.v1 import tensor_pb2
 from slipstream.wire.codec import ByteArray, PayloadLayout, view_tensor, write_tensor
@@ -123,10 +121,7 @@ def _write_rows(slot: ByteArray, spec: tensor_pb2.TensorSpec, state: Tensor, row
         whole[there].copy_(state[here], non_blocking=state.is_cuda)
 
 
-def _all_finite(tensors: Collection[Tensor]) -> Tensor:
+def _all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Bool `[]`: neither NaN nor infinite anywhere. No temporary of a tensor's size: extremes propagate NaN."""
-    if all(tensor.is_cuda for tensor in tensors):
-        # One launch for all of them.
-        return torch.isfinite(get_total_norm(tensors, norm_type=math.inf))
-    # Ten times faster than the other on a CPU.
-    return torch.isfinite(torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)])).all()
+    extremes = torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)])
+    return torch.isfinite(extremes).all()
