@@ -18,8 +18,6 @@ from drafter_trainer.block_mask import AttentionLayout, BlockAttention
 from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
 from drafter_trainer.drafter_interface import DraftContext, Drafter
 from drafter_trainer.rotary import RotaryTables, rotary_tables, rotate
-from slipstream.errors import SlipstreamError
-from slipstream.run_spec.reasons import Reason
 
 LayerContext = tuple[Tensor, Tensor]
 """Projected context of one layer: key (normalised, rotated) and value, each [H_kv, S, d]."""
@@ -161,14 +159,7 @@ class DFlashDrafter(Drafter):
     def recompute_layers(self, count: int) -> None:
         """Less memory, more time, the same bits. The first ones: when the backward comes to them, what the others have
         kept is gone."""
-        if count > self.config.num_layers:
-            raise SlipstreamError(
-                f"train.activation_checkpointing is {count}, expected at most drafter.num_layers, "
-                f"{self.config.num_layers}.",
-                reason=Reason.SPEC_INVALID,
-                remedy="Set train.activation_checkpointing = true for every layer.",
-            )
-        self.recomputed_layers = count
+        self.recomputed_layers = min(count, self.config.num_layers)
 
     def join_products(self) -> None:
         """All keys and values of the context, queries, keys and values of a block, gate and up. Fewer and larger

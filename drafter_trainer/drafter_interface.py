@@ -93,7 +93,7 @@ class Drafter(nn.Module):
         backward.
 
         Raises:
-            SlipstreamError: SPEC_INVALID, the architecture cannot, or has fewer layers.
+            SlipstreamError: SPEC_INVALID, the architecture cannot.
         """
         raise SlipstreamError(
             f"train.activation_checkpointing asks for {count} layers to be computed again, which "

@@ -15,6 +15,7 @@ from pydantic import (
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
+    StrictBool,
     model_validator,
 )
 
@@ -260,10 +261,10 @@ class TrainSpec(Section):
     docs/decisions/0011-fp8-products.md."""
     attention: Literal["flex", "sdpa"] = "flex"
     """flex: compiled flex_attention, CUDA only. sdpa: the same mask, materialised, CPU only. See `resolve_device`."""
-    activation_checkpointing: bool | PositiveInt = False
+    activation_checkpointing: StrictBool | Annotated[int, Field(strict=True, gt=0)] = False
     """Keep only what enters a draft layer, and compute the layer once more in the backward: less memory, more time, the
-    same result. true: every layer; a number: so many, the first ones, because what the later ones keep is used, and
-    given back, before those are computed again."""
+    same result. true: every layer; a number: so many, or all where there are fewer; the first ones, because what the
+    later ones keep is used, and given back, before those are computed again."""
     cuda_graphs: Literal["auto"] | bool = "auto"
     """Record the step once and launch it as one: for small drafters, whose step is bound by launches. auto: by the
     drafter's size; the log says what was chosen and why."""
