@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="CPU threads of all processes together; default: one for each process, which a busy CPU slows least "
-        "(on a GPU: torch's own choice)",
+        "(over caches of fixed size, as for batches, and on a GPU: torch's own choice)",
     )
     parser.add_argument(
         "--jobs",
         type=_positive,
         default=1,
-        help="prompts decoded at once, each in a process of its own; not with graphs (default: 1)",
+        help="prompts decoded at once, each in a process of its own; not over caches of fixed size (default: 1)",
     )
     parser.add_argument("--compare-untrained", action="store_true", help="also decode with the drafter's first weights")
     parser.add_argument(
@@ -202,7 +202,9 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
         checkpoint=directory,
         target=spec.target.model_copy(update=changed),
         device=device,
-        threads=_threads_of_a_process(args.threads, device, 1 if fixed_caches else args.jobs),
+        threads=_threads_of_a_process(
+            args.threads, 1 if fixed_caches else args.jobs, one_row=device == "cpu" and not fixed_caches
+        ),
         max_new_tokens=args.max_new_tokens or spec.eval.max_new_tokens,
         untrained_seed=spec.train.seed if args.compare_untrained else None,
         settings=settings,
@@ -214,12 +216,12 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
     )
 
 
-def _threads_of_a_process(given: int | None, device: str, processes: int) -> int:
-    """Decoding one token at a time leaves a second thread little to do, and waits for it wherever the CPU is busy."""
+def _threads_of_a_process(given: int | None, processes: int, *, one_row: bool) -> int:
+    """Where a CPU decodes one row, a second thread has little to do, and is waited for wherever the CPU is busy."""
     import torch
 
     if given is None:
-        return 1 if device == "cpu" else torch.get_num_threads()
+        return 1 if one_row else torch.get_num_threads()
     return max(1, given // processes)
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafter_trainer.cli import main
 from drafter_trainer.evaluation.command import JSON, TEXT, add_arguments, make_plan
@@ -60,6 +61,22 @@ def test_sizes_and_temperatures_that_make_no_sense(flags: list[str], capsys: pyt
     [([], 1), (["--jobs", "2"], 1), (["--threads", "4"], 4), (["--threads", "4", "--jobs", "2"], 2)],
 )
 def test_a_process_on_a_cpu_decodes_with_one_thread_unless_told(flags: list[str], threads: int) -> None:
+    assert plan("--device", "cpu", *flags).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("flags", "threads"),
+    [
+        (["--batch-sizes", "8"], 64),
+        (["--batch-sizes", "1,8", "--jobs", "4"], 64),
+        (["--batch-sizes", "8", "--threads", "4", "--jobs", "2"], 4),
+        (["--jobs", "4"], 1),
+    ],
+)
+def test_the_one_process_that_decodes_batches_uses_all_cores(
+    flags: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     assert plan("--device", "cpu", *flags).threads == threads
 
 
