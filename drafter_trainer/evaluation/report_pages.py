@@ -206,8 +206,9 @@ def _html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     names = len(_NAMES)
     under = ["---"] * names + ["---:"] * (len(titles) - names)
-    return [_markdown_row(titles), _markdown_row(under), *map(_markdown_row, rows)]
+    return [markdown_row(titles), markdown_row(under), *map(markdown_row, rows)]
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
+    """A row of a table; a bar in a cell does not end it."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -12,6 +12,7 @@ from drafter_trainer.evaluation.report import (
     row_in_words,
     shown_sources,
 )
+from drafter_trainer.evaluation.report_pages import markdown_row
 from drafter_trainer.evaluation.setting import Setting
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -58,7 +59,7 @@ def heldout_results(state: CheckpointState) -> str | None:
     measured = state.heldout
     if measured is None:
         return None
-    rows = [f"| {source} | {length:.3f} |" for source, length in measured.by_source.items()]
+    rows = [markdown_row((source, f"{length:.3f}")) for source, length in measured.by_source.items()]
     table = ["| source | accepted length (bonus included) |", "|---|---:|", *rows]
     return "\n".join(
         [*table, f"| all | {measured.accepted_length:.3f} |", "", "Held-out answers, walked as decoding goes."]
@@ -82,7 +83,7 @@ def _in_words(report: dict[str, Any]) -> str:
     ]
     if not settings["target_verified"]:
         closing.append("**The target that decoded was not shown to be the one that the drafter was trained for.**")
-    table = [*_TITLES, *("| " + " | ".join(row) + " |" for row in rows)]
+    table = [*_TITLES, *map(markdown_row, rows)]
     return "\n".join([*table, "", *(f"- {line.strip()}" for line in closing)])
 
 

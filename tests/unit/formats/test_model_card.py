@@ -14,7 +14,7 @@ from drafter_trainer.evaluation.compare import compare
 from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.report import as_json, to_dict
 from drafter_trainer.evaluation.setting import PLAIN, Setting
-from drafter_trainer.formats.card_results import heldout_results
+from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.model_card import TargetFacts, read_licence, target_facts
 from slipstream.errors import SlipstreamError
@@ -101,9 +101,21 @@ def test_a_drafter_measured_on_an_unproven_target_says_so(source: Source, tmp_pa
 def test_without_a_report_the_estimate_of_the_training_stands(source: Source, tmp_path: Path) -> None:
     state = read_state(source.checkpoint)
     assert heldout_results(state) is None
-    measured = HeldoutEstimate(accepted_length=1.5, by_source={"math": 1.75, "chat": 1.25}, answers="a")
+    measured = HeldoutEstimate(accepted_length=1.5, by_source={"math": 1.75, "a|b": 1.25}, answers="a")
     text = heldout_results(state.model_copy(update={"heldout": measured}))
     assert text is not None and "| math | 1.750 |" in text and "| all | 1.500 |" in text
+    assert "| a\\|b | 1.250 |" in text
+
+
+def test_a_bar_in_a_source_is_no_new_cell(source: Source, tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "eval.json", source)
+    report = json.loads((tmp_path / "eval.json").read_text())
+    for by_source in report["by_setting"][0]["results"].values():
+        by_source["a|b"] = by_source["math"]
+    (tmp_path / "eval.json").write_text(json.dumps(report))
+    text = evaluation_results(tmp_path / "eval.json", read_state(source.checkpoint), source.checkpoint.name)
+    rows = [line for line in text.splitlines() if "a\\|b" in line]
+    assert rows and all(row.count("|") - row.count("\\|") == 9 for row in rows)
 
 
 def test_a_self_test_that_was_left_out_is_recorded(
