@@ -60,7 +60,7 @@ def feed(args: argparse.Namespace) -> dict[str, Any]:
 
     with (
         TemporaryDirectory(prefix="feeder-") as directory,
-        TargetClient(args.address, on_wait=notice, stop=stop) as client,
+        TargetClient(args.address, on_wait=notice, on_answer=notice.over, stop=stop) as client,
     ):
         link = TargetLink(client, notice, spec, RunDirectory(Path(directory)), pin_memory=device.type == "cuda")
         try:

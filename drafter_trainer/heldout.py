@@ -25,7 +25,7 @@ from drafter_trainer.heldout_packs import HeldoutPack, HeldoutStream, read_heldo
 from drafter_trainer.heldout_rows import load_rows
 from drafter_trainer.heldout_walk import Acceptance, Round, acceptance_of, walk
 from drafter_trainer.step import TrainingStep
-from drafter_trainer.target_link import TargetLink, WaitNotice
+from drafter_trainer.target_link import TargetLink
 from slipstream.run_spec.spec import RunSpec
 from slipstream.wire.channel import TargetClient
 
@@ -115,7 +115,7 @@ class HeldoutEvaluation:
 
 
 def prepare_heldout(
-    spec: RunSpec, config: DrafterConfig, client: TargetClient, link: TargetLink, notice: WaitNotice
+    spec: RunSpec, config: DrafterConfig, client: TargetClient, link: TargetLink
 ) -> HeldoutEvaluation | None:
     """Check the recipe's held-out answers and fetch their hidden states; None where it names none.
 
@@ -124,7 +124,6 @@ def prepare_heldout(
         config: of its drafter.
         client: connected; its `stop` ends all waiting.
         link: after its handshake, before it begins.
-        notice: the client's `on_wait`.
 
     Raises:
         SlipstreamError: DATA_INVALID, TARGET_FINGERPRINT_MISMATCH, OUT_OF_MEMORY; what the target server refuses.
@@ -135,7 +134,7 @@ def prepare_heldout(
     rows = load_rows(Path(spec.eval.heldout), target_fingerprint=link.fingerprint, pack_tokens=pack_tokens)
     shapes = payload_shapes(config.feature_names, pack_tokens, config.hidden_size)
     stream = HeldoutStream(spec, tuple(sorted(config.target_layer_ids)), shapes)
-    packs = read_heldout_packs(client, link, notice, stream, rows)
+    packs = read_heldout_packs(client, link, stream, rows)
     return HeldoutEvaluation(
         packs,
         rows.digest,

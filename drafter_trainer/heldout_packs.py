@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from torch import Tensor
 
 from drafter_trainer.heldout_rows import HeldoutRow, HeldoutRows
-from drafter_trainer.target_link import TargetLink, WaitNotice
+from drafter_trainer.target_link import TargetLink
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2, stream_admin_service_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
@@ -82,14 +82,13 @@ class HeldoutStream:
 
 
 def read_heldout_packs(
-    client: TargetClient, link: TargetLink, notice: WaitNotice, stream: HeldoutStream, rows: HeldoutRows
+    client: TargetClient, link: TargetLink, stream: HeldoutStream, rows: HeldoutRows
 ) -> list[HeldoutPack]:
     """All packs of the held-out answers. Waits while the target is away; `client.stop` ends it.
 
     Args:
         client: connected.
         link: after its handshake; its reader reads the payloads.
-        notice: the client's `on_wait`.
         stream: what to read.
         rows: the file as this process read it.
 
@@ -97,7 +96,7 @@ def read_heldout_packs(
         SlipstreamError: DATA_INVALID, the server reads another file or cannot use a row; OUT_OF_MEMORY, the packs do
             not fit into the host's memory; what the server refuses.
     """
-    reader = _Reader(client, link, notice, stream)
+    reader = _Reader(client, link, stream)
     while not reader.complete:
         try:
             reader.read()
@@ -118,8 +117,8 @@ def read_heldout_packs(
 
 
 class _Reader:
-    def __init__(self, client: TargetClient, link: TargetLink, notice: WaitNotice, stream: HeldoutStream) -> None:
-        self._client, self._link, self._notice, self._stream = client, link, notice, stream
+    def __init__(self, client: TargetClient, link: TargetLink, stream: HeldoutStream) -> None:
+        self._client, self._link, self._stream = client, link, stream
         self._name = f"subscriptions/{stream.run}"
         self._served = ""
         self.packs: dict[int, dict[str, Tensor]] = {}
@@ -174,7 +173,6 @@ class _Reader:
                 transport=self._link.reader.transport,
             )
         )
-        self._notice.over()
         if response.quarantined_sequence_numbers:
             raise SlipstreamError(
                 f"The target's hidden states of {len(response.quarantined_sequence_numbers)} packs of held-out answers "

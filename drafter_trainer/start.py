@@ -125,7 +125,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     with ExitStack() as leaving:
         leaving.enter_context(reports_kept_in(run.root / "failures"))
         client = leaving.enter_context(
-            TargetClient(options.target, token=options.token, on_wait=notice, stop=stop.event)
+            TargetClient(options.target, token=options.token, on_wait=notice, on_answer=notice.over, stop=stop.event)
         )
         stop.add_listener(client.interrupt)
         link = TargetLink(client, notice, spec, run, pin_memory=device.type == "cuda")
@@ -135,7 +135,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory = MemoryReport(spec, target_config, device)
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
-        heldout = prepare_heldout(spec, config, client, link, notice)
+        heldout = prepare_heldout(spec, config, client, link)
         what = "" if cache is None else compiled_for(spec, config, plan, device)
         with compiling_turn(cache, what, stop.event):
             warm_up_step(step, plan, target)

@@ -85,7 +85,7 @@ class WaitNotice:
         self._agent.reads_over(transport)
 
     def over(self) -> None:
-        """The target has answered this thread; once no other one waits, the next wait is news again."""
+        """For TargetClient's `on_answer`; once no other thread waits, the next wait is news again."""
         with self._lock:
             if self._waiting.pop(threading.get_ident(), None) is None or self._waiting:
                 return
@@ -99,7 +99,7 @@ class TargetLink:
     def __init__(
         self, client: TargetClient, notice: WaitNotice, spec: RunSpec, run: RunDirectory, *, pin_memory: bool
     ) -> None:
-        """`notice`: the client's `on_wait`. `pin_memory`: read into page-locked memory, for a GPU."""
+        """`notice`: the client's `on_wait`; its `over`: `on_answer`. `pin_memory`: read into page-locked memory."""
         self._client = client
         self._pin_memory = pin_memory
         self._notice = notice
@@ -137,7 +137,6 @@ class TargetLink:
         """
         while True:
             target = self._client.get_target()
-            self._notice.over()
             self._check_fingerprint(target, expected_fingerprint or self.fingerprint)
             try:
                 reader = choose_reader(
@@ -232,7 +231,6 @@ class TargetLink:
                 transport=self.reader.transport,
             )
         )
-        self._notice.over()
         self._note_quarantined(response.quarantined_sequence_numbers)
         return response
 
@@ -297,10 +295,8 @@ class TargetLink:
                         raise
                     # The server came back without its ledger, or with an older one: its host had a power cut. The
                     # feeder subscribes and seeks anew, past this step.
-                    self._notice.over()
                     self._must_rejoin = True
                     return
-                self._notice.over()
                 self._next_commit = each + 1
                 self._note_quarantined(response.quarantined_sequence_numbers)
 
@@ -342,7 +338,6 @@ class TargetLink:
                 max_epochs=spec.train.epochs or 0,
             )
         )
-        self._notice.over()
         if expected_stream and opened.stream != expected_stream:
             raise SlipstreamError(
                 f"The data of run {spec.name} changed: its checkpoint was trained on {expected_stream}, the recipe now "
@@ -365,7 +360,6 @@ class TargetLink:
                 first_sequence_number=self.first_sequence_number,
             )
         )
-        self._notice.over()
         with self._owning:
             self._run.claim(response.incarnation, self._trainer)
             self._incarnation = response.incarnation

@@ -113,6 +113,7 @@ class TargetClient:
         *,
         token: str | None = None,
         on_wait: OnWait | None = None,
+        on_answer: Callable[[], None] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         """Nothing is sent yet.
@@ -121,6 +122,7 @@ class TargetClient:
             address: HOST:PORT or unix:PATH.
             token: sent as `authorization: Bearer …` with every call.
             on_wait: called before every wait; default: a warning in the log.
+            on_answer: called in the thread of every call once the target has answered it, be it with a refusal.
             stop: set it to end all waiting.
 
         Raises:
@@ -135,6 +137,7 @@ class TargetClient:
         self.address = address
         self.stop = stop or threading.Event()
         self._on_wait = on_wait or self._log_wait
+        self._on_answer = on_answer or _say_nothing
         self._lock = threading.Lock()
         self._reconnects = 0
         self._instance_id = ""
@@ -282,6 +285,7 @@ class TargetClient:
                     raise WaitInterruptedError() from error
                 failure = decode_error(error)
                 if failure.reason not in RETRIED_REASONS:
+                    self._on_answer()
                     raise failure from error
                 self._wait(failure.reason, backoff.next_seconds(retry_delay(error)))
             except ValueError as error:  # how gRPC says that another thread closed the channel
@@ -290,6 +294,7 @@ class TargetClient:
                 raise WaitInterruptedError() from error
             else:
                 self._note_instance(call.initial_metadata())
+                self._on_answer()
                 assert isinstance(response, response_type)
                 return response
 
@@ -311,6 +316,10 @@ class TargetClient:
 
     def _log_wait(self, reason: Reason, seconds: float) -> None:
         log_event(_log, "warning", "target_wait", address=self.address, reason=reason, seconds=seconds)
+
+
+def _say_nothing() -> None:
+    pass
 
 
 class _BearerToken(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):

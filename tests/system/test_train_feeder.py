@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
+from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import HiddenStateServiceStub
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.channel import TargetClient, WaitInterruptedError
+from slipstream.wire.channel import CHANNEL_OPTIONS, TargetClient, WaitInterruptedError
 from slipstream.wire.codec import ByteArray
 from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
 
@@ -75,8 +77,9 @@ class Desk:
     """One run's feeder, opened by `start`."""
 
     def __init__(self, recipe: Path, address: str, directory: Path) -> None:
-        self._recipe, self._address, self._directory = recipe, address, directory
-        self.client = TargetClient(address)
+        self._recipe, self._directory = recipe, directory
+        self.notice = WaitNotice(address)
+        self.client = TargetClient(address, on_wait=self.notice, on_answer=self.notice.over)
         self.stop = threading.Event()
         self.source: BatchSource | None = None
 
@@ -84,7 +87,7 @@ class Desk:
         spec = load_recipe(self._recipe, [f"name={name}", *settings]).spec
         self.spec = spec
         run = RunDirectory(self._directory)
-        link = TargetLink(self.client, WaitNotice(self._address), spec, run, pin_memory=False)
+        link = TargetLink(self.client, self.notice, spec, run, pin_memory=False)
         link.handshake()
         link.begin(Position(incarnation=run.newest_incarnation()), LAYERS)
         return link
@@ -212,6 +215,28 @@ def test_what_ends_the_feeder_is_raised_where_the_training_is(desk: Desk, failur
     with pytest.raises(type(failure)) as raised:
         take(source, 9)
     assert raised.value is failure
+
+
+def test_a_wait_to_confirm_the_last_pack_is_over_once_it_was_answered(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The feeder ends then, and asks for nothing more."""
+    caplog.set_level(logging.INFO)
+    to_target = desk.client._stub.ConfirmRead
+    with grpc.insecure_channel("127.0.0.1:1", options=CHANNEL_OPTIONS) as nowhere:
+        routes = [to_target, to_target, HiddenStateServiceStub(nowhere).ConfirmRead, to_target]  # type: ignore[no-untyped-call]
+
+        class Rerouted:
+            def with_call(self, request: object, timeout: float) -> object:
+                return routes.pop(0).with_call(request, timeout=timeout)
+
+        desk.client._stub.ConfirmRead = Rerouted()
+        _, source = desk.start("blip", "train.max_steps=3")
+        assert take(source, 3) == [[0], [1], [2]]
+        source._thread.join(60)
+    assert not source._thread.is_alive() and not routes
+    said = [record.message for record in caplog.records if record.message in ("waiting_for_target", "target_is_back")]
+    assert said == ["waiting_for_target", "target_is_back"]
 
 
 def test_a_newer_trainer_ends_the_older_feeder(

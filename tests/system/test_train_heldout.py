@@ -146,9 +146,9 @@ class Desk:
         self, recipe: Path, address: str, directory: Path, *settings: str, layers: tuple[int, ...] = LAYERS
     ) -> None:
         self.spec = load_recipe(recipe, settings).spec
-        self.client = TargetClient(address)
-        self.notice = WaitNotice(address)
-        self.link = TargetLink(self.client, self.notice, self.spec, RunDirectory(directory), pin_memory=False)
+        notice = WaitNotice(address)
+        self.client = TargetClient(address, on_wait=notice, on_answer=notice.over)
+        self.link = TargetLink(self.client, notice, self.spec, RunDirectory(directory), pin_memory=False)
         self.link.handshake()
         assert self.spec.eval.heldout is not None
         self.rows = load_rows(Path(self.spec.eval.heldout), target_fingerprint=self.link.fingerprint, pack_tokens=128)
@@ -165,7 +165,7 @@ class Desk:
 
         self.link.handshake = handshake  # type: ignore[method-assign]
         handshake()
-        return read_heldout_packs(self.client, self.link, self.notice, self.stream, self.rows)
+        return read_heldout_packs(self.client, self.link, self.stream, self.rows)
 
     def close(self) -> None:
         self.link.close()

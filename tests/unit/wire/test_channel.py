@@ -124,6 +124,33 @@ def test_refusals_are_raised_at_once(start: Start) -> None:
     assert len(service.requests) == 1
 
 
+def test_whoever_waited_hears_of_the_answer_whatever_it_is(start: Start) -> None:
+    full = SlipstreamError("full", reason=Reason.LEASE_QUOTA_EXCEEDED)
+    service = Service()
+    _, address = start(service)
+    heard: list[str] = []
+    stop = threading.Event()
+
+    def note_wait(reason: Reason, _seconds: float) -> None:
+        heard.append(reason.value)
+        if len(service.requests) == 6:
+            stop.set()
+
+    client = TargetClient(address, on_wait=note_wait, on_answer=lambda: heard.append("answer"), stop=stop)
+    with client:
+        client.release_leases(pb.ReleaseLeasesRequest())
+        service.failures = [full]
+        client.release_leases(pb.ReleaseLeasesRequest())
+        service.failures = [full, SlipstreamError("gone", reason=Reason.LEASE_LOST)]
+        with pytest.raises(SlipstreamError, match="gone"):
+            client.seek_subscription(pb.SeekSubscriptionRequest())
+        service.failures = [full]
+        with pytest.raises(WaitInterruptedError):
+            client.release_leases(pb.ReleaseLeasesRequest())
+    wait = full.reason.value
+    assert heard == ["answer", wait, "answer", wait, "answer", wait]
+
+
 def test_survives_a_restart_and_counts_it(start: Start) -> None:
     server, address = start(Service())
     waiting = threading.Event()
