@@ -2,17 +2,21 @@
 
 from collections.abc import Callable
 
-from control_api.target_visit import absent, called
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.channel import TargetClient, WaitInterruptedError
+from slipstream.wire.ask_once import order_to
+from slipstream.wire.channel import TargetClient
 
 _NOT_READ = (Reason.SUBSCRIPTION_UNKNOWN, Reason.STREAM_CLOSED)
+_NOT_NOW = (Reason.TARGET_UNREACHABLE, Reason.LEDGER_UNWRITABLE)
 
 
 class TargetOrders:
-    """Each is sent once; the target has done it when the call returns. All of them may be given again."""
+    """Each is sent once; the target has done it when the call returns.
+
+    It may have done it when the call raises TARGET_UNREACHABLE, too: all of them may be given again.
+    """
 
     def __init__(self, address: str, *, token: str | None, deadline: float) -> None:
         """`deadline`: seconds after which no answer is an answer."""
@@ -46,20 +50,8 @@ class TargetOrders:
 
     def _give(self, order: Callable[[TargetClient], object]) -> None:
         try:
-            with called(self._address, token=self._token, deadline=self._deadline) as (client, waits):
+            with order_to(self._address, token=self._token, deadline=self._deadline) as client:
                 order(client)
-        except WaitInterruptedError as error:
-            if waits[:1] == [Reason.LEDGER_UNWRITABLE]:
-                raise SlipstreamError(
-                    f"The target server at {self._address} cannot write its ledger now: nothing was changed.",
-                    reason=Reason.LEDGER_UNWRITABLE,
-                    remedy="Its log says why (a full disk, or another program's lock): mend that, then try again.",
-                ) from error
-            raise SlipstreamError(
-                f"{absent(waits, self._address, self._deadline).detail} Nothing was changed.",
-                reason=Reason.TARGET_UNREACHABLE,
-                remedy="Try again once it answers.",
-            ) from error
         except SlipstreamError as error:
             if error.reason in _NOT_READ:
                 raise SlipstreamError(
@@ -67,4 +59,6 @@ class TargetOrders:
                     reason=Reason.SUBSCRIPTION_UNKNOWN,
                     remedy="Packs are held back of a run whose trainer has begun to read them, and has not ended.",
                 ) from error
+            if error.reason in _NOT_NOW:
+                raise
             raise SlipstreamError(error.message, reason=Reason.TARGET_INCOMPATIBLE, remedy=error.remedy) from error

@@ -1,9 +1,7 @@
 """One visit to a target server: can it serve, how fast is it, and what it is to forget."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
+from slipstream.wire.ask_once import asked_once
 from slipstream.wire.channel import TargetClient, WaitInterruptedError
 
 Done = TypeVar("Done")
@@ -62,38 +61,6 @@ class Finding:
     """By subscription; without those that it does not have."""
 
 
-@contextmanager
-def called(address: str, *, token: str | None, deadline: float) -> Iterator[tuple[TargetClient, Sequence[Reason]]]:
-    """A target server that is asked once: where a trainer would wait, a call raises WaitInterruptedError.
-
-    Args:
-        address: of the server.
-        token: of the server.
-        deadline: seconds after which a call that is under way ends so, too.
-
-    Yields:
-        The client, and for what it was about to wait; nothing after the deadline.
-
-    Raises:
-        SlipstreamError: SPEC_INVALID, this is no address.
-    """
-    waits: list[Reason] = []
-    stop = threading.Event()
-
-    def give_up(reason: Reason, _seconds: float) -> None:
-        waits.append(reason)
-        stop.set()
-
-    with TargetClient(address, token=token, on_wait=give_up, stop=stop) as client:
-        too_late = threading.Timer(deadline, client.close)
-        too_late.daemon = True
-        too_late.start()
-        try:
-            yield client, waits
-        finally:
-            too_late.cancel()
-
-
 def visit(address: str, errands: Errands = Errands(), *, token: str | None, deadline: float) -> Finding:
     """The handshake, then the errands; takes at most `deadline` seconds and never tries twice.
 
@@ -101,12 +68,12 @@ def visit(address: str, errands: Errands = Errands(), *, token: str | None, dead
     """
     waits: Sequence[Reason] = ()
     try:
-        with called(address, token=token, deadline=deadline) as (client, waits):
+        with asked_once(address, token=token, deadline=deadline) as (client, waits):
             target = client.get_target()
             closed = _each(errands.close, lambda name: _close(client, name))
             stats = _each(errands.measure, lambda name: _measure(client, name))
     except WaitInterruptedError:
-        return absent(waits, address, deadline)
+        return _absent(waits, address, deadline)
     except SlipstreamError as error:
         return Finding("INCOMPATIBLE", str(error))
     return Finding(
@@ -120,7 +87,7 @@ def visit(address: str, errands: Errands = Errands(), *, token: str | None, dead
     )
 
 
-def absent(waits: Sequence[Reason], address: str, deadline: float) -> Finding:
+def _absent(waits: Sequence[Reason], address: str, deadline: float) -> Finding:
     """Of a target that cannot be used now, for the first of these reasons."""
     if not waits:
         return Finding("UNREACHABLE", f"No answer from {address} within {deadline:g} s.")

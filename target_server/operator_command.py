@@ -2,16 +2,13 @@
 
 import argparse
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as pb
 from slipstream.listen import read_token
-from slipstream.run_spec.reasons import Reason
-from slipstream.wire.channel import TargetClient, WaitInterruptedError
+from slipstream.wire.ask_once import order_to
+from slipstream.wire.channel import TargetClient
 
 COMMANDS = ("pause", "resume", "drain")
 _HELP = {
@@ -37,14 +34,15 @@ def run(args: argparse.Namespace) -> int:
     """Tell the server; says in one line what holds from now on.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, TARGET_UNREACHABLE, SUBSCRIPTION_UNKNOWN, STREAM_CLOSED; UNAUTHENTICATED.
+        SlipstreamError: SPEC_INVALID, TARGET_UNREACHABLE, LEDGER_UNWRITABLE, SUBSCRIPTION_UNKNOWN, STREAM_CLOSED,
+            ACCESS_DENIED.
     """
     verbs: dict[str, Callable[[argparse.Namespace, TargetClient], str]] = {
         "pause": _pause,
         "resume": _resume,
         "drain": _drain,
     }
-    with _connected(args) as client:
+    with order_to(args.address, token=read_token(args.token_file)) as client:
         said = verbs[args.command](args, client)
     sys.stdout.write(said + "\n")
     return 0
@@ -63,31 +61,3 @@ def _resume(args: argparse.Namespace, client: TargetClient) -> str:
 def _drain(args: argparse.Namespace, client: TargetClient) -> str:
     client.drain_target(pb.DrainTargetRequest())
     return f"{args.address} finishes what is leased; runs go on where they were once it is started again"
-
-
-@contextmanager
-def _connected(args: argparse.Namespace) -> Iterator[TargetClient]:
-    """Other than a trainer, an operator is told at once that the server does not answer, or cannot do it now."""
-    stop = threading.Event()
-    waits: list[Reason] = []
-
-    def give_up(reason: Reason, _seconds: float) -> None:
-        waits.append(reason)
-        stop.set()
-
-    client = TargetClient(args.address, token=read_token(args.token_file), on_wait=give_up, stop=stop)
-    with client:
-        try:
-            yield client
-        except WaitInterruptedError as error:
-            if waits[:1] == [Reason.LEDGER_UNWRITABLE]:
-                raise SlipstreamError(
-                    f"The target server at {args.address} cannot write its ledger now: nothing was changed.",
-                    reason=Reason.LEDGER_UNWRITABLE,
-                    remedy="Its log says why (a full disk, or another program's lock): mend that, then try again.",
-                ) from error
-            raise SlipstreamError(
-                f"The target server at {args.address} does not answer.",
-                reason=Reason.TARGET_UNREACHABLE,
-                remedy="Give the address that it said it serves on.",
-            ) from error

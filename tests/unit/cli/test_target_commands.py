@@ -53,4 +53,4 @@ def test_what_is_refused(ledger: LedgerDesk, desk: Desk, slipstream: Command) ->
     assert other.status == 13 and "Did you mean demo?" in other.err
     desk.post("/v1/targets", {"name": "away", "address": "127.0.0.1:1"}, status=201)
     away = slipstream("target", "drain", "away")
-    assert away.status == 15 and "does not answer. Nothing was changed." in away.err
+    assert away.status == 15 and "does not answer: whether the order was carried out is not known." in away.err

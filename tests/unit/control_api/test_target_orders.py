@@ -88,7 +88,7 @@ def test_what_is_refused(target: None, client: TestClient, desk: Desk, ledger: L
     desk.post("/v1/targets", {"name": "away", "address": "127.0.0.1:1"}, status=201)
     assert "is on target 'local'" in refused("away:pause", "demo", 422, "REQUEST_INVALID")
     away = assert_problem(client.post("/v1/targets/away:drain"), 409, "TARGET_UNREACHABLE")
-    assert "does not answer. Nothing was changed." in away["detail"]
+    assert "does not answer: whether the order was carried out is not known." in away["detail"]
     ledger.open("demo")
     with ledger.unwritable():
         assert "cannot write its ledger" in refused("local:pause", "demo", 409, "LEDGER_UNWRITABLE")
