@@ -192,7 +192,7 @@ class AssignmentReport(Body):
     state: ObservedState
     progress: ReportedProgress | None = None
     target_unreachable: bool = False
-    """The child waits for its target."""
+    """The child waits for its target, which does not answer, loads, drains or cannot write its ledger."""
     transport: ShortText | None = None
     """How packs come to the child, `shm` or `grpc`; null: it has not said it yet."""
     metrics: MetricBatch | None = None

@@ -76,7 +76,7 @@ class Condition(StrEnum):
     NO_TRAINER_FREE = "NO_TRAINER_FREE"
     """PENDING, and no registered trainer can take it."""
     TARGET_UNREACHABLE = "TARGET_UNREACHABLE"
-    """The target does not answer, its trainer waits."""
+    """The target does not answer, loads its model, drains or cannot write its ledger; the run's trainer waits."""
     PACKS_HELD_BACK = "PACKS_HELD_BACK"
     """An operator lets the target give the run no packs, its trainer waits."""
     TRAINER_LOST = "TRAINER_LOST"
