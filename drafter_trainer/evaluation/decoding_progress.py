@@ -108,25 +108,29 @@ class BarProgress(DecodingProgress):
 
         super().__init__(total)
         columns = (*Progress.get_default_columns()[:-1], TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True))
+        # Lines above the bar are not broken at the terminal's width: who copies one gets it whole.
+        self._bar = Progress(*columns, console=Console(stderr=True, soft_wrap=True))
         self._task = self._bar.add_task("loading", total=total)
+        self._stream = sys.stderr
         self._handlers: list[logging.StreamHandler[Any]] = []
 
     def __enter__(self) -> Self:
         """Lines of the log go above the bar from here on, not through it."""
-        before = sys.stderr
+        self._stream = sys.stderr
         self._bar.start()
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
                 handler.setStream(sys.stderr)
                 self._handlers.append(handler)
         return self
 
     def __exit__(self, *raised: object) -> None:
         """The bar stays as it is."""
-        self._bar.stop()
-        for handler in self._handlers:
-            handler.setStream(sys.stderr)
+        try:
+            self._bar.stop()
+        finally:
+            for handler in self._handlers:
+                handler.setStream(self._stream)
 
     def begin(self, processes: int) -> None:  # noqa: ARG002 - the bar shows prompts
         """The remaining time is estimated from here on."""

@@ -1,12 +1,17 @@
-"""Progress where nobody sees a bar: a line every few seconds, also while nothing comes."""
+"""Progress: a bar on a terminal; elsewhere a line every few seconds, also while nothing comes."""
 
+import io
 import logging
+import re
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from drafter_trainer.evaluation.decoding_progress import LineProgress
+from drafter_trainer.evaluation.decoding_progress import BarProgress, LineProgress, decoding_progress
+from slipstream.telemetry.logs import configure_logging, log_event
 
 
 class Heard(logging.Handler):
@@ -74,3 +79,66 @@ def test_what_breaks_off_ends_the_lines(heard: Heard) -> None:
         heard.wait("loading")
         raise KeyboardInterrupt
     assert not progress._thread.is_alive()
+
+
+class Terminal(io.StringIO):
+    """What a terminal was sent."""
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+
+@contextmanager
+def on_a_terminal() -> Iterator[Terminal]:
+    """Forty columns, and the process's log goes there. No fixture: pytest's capture sets stderr anew for a test."""
+    root, found = logging.getLogger(), Terminal()
+    handlers, level = list(root.handlers), root.level
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
+            patch.delenv(name, raising=False)
+        for name, value in (("TERM", "xterm"), ("COLUMNS", "40"), ("LINES", "20")):
+            patch.setenv(name, value)
+        patch.setattr(sys, "stderr", found)
+        configure_logging("trainer")
+        try:
+            yield found
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+            logging.captureWarnings(False)
+
+
+def log_stream() -> object:
+    """Where the handler writes that `configure_logging` made."""
+    (handler,) = (one for one in logging.getLogger().handlers if type(one).__module__ == configure_logging.__module__)
+    assert isinstance(handler, logging.StreamHandler)
+    return handler.stream
+
+
+def test_lines_of_the_log_stand_whole_above_the_bar() -> None:
+    value = "x" * 100
+    with on_a_terminal() as terminal:
+        with decoding_progress(2) as progress:
+            assert isinstance(progress, BarProgress) and log_stream() is sys.stderr is not terminal
+            progress.begin(processes=1)
+            following = progress.follow(["first", "second"])
+            assert next(following) == "first"
+            log_event(logging.getLogger(__name__), "warning", "long", value=value)
+            assert list(following) == ["second"]
+        assert log_stream() is sys.stderr is terminal
+        log_event(logging.getLogger(__name__), "warning", "afterwards")
+    shown = terminal.getvalue()
+    before, whole, after = shown.partition(f" warning trainer long value={value}\n")
+    assert whole, "in one piece, wider than the terminal though it is"
+    assert re.search(r"\r\x1b\[2K\d\d:\d\d:\d\d$", before), "it begins where the bar was wiped"
+    assert "100%" in after and "100%" not in before, "the bar is drawn anew below"
+    assert after.endswith(" warning trainer afterwards\n")
+
+
+def test_what_breaks_off_gives_the_log_its_stream_back() -> None:
+    with on_a_terminal() as terminal:
+        with pytest.raises(KeyboardInterrupt), decoding_progress(2):
+            assert log_stream() is not terminal
+            raise KeyboardInterrupt
+        assert log_stream() is sys.stderr is terminal
