@@ -234,7 +234,10 @@ class RunPublic(Resource):
     transport: str | None
     """How its trainer reads packs, `shm` or `grpc`, as the newest training process chose; null until one has."""
     packs_held_back: bool | None
-    """Whether an operator lets its target give it no packs (`:pause` of the target); null while nobody reads there."""
+    """Whether an operator lets its target give it no packs (`:pause` of the target), as the target said last.
+
+    Null while it has said nothing of that since the run's trainer came, or left.
+    """
     conditions: list[ConditionPublic]
     trainers: list[str]
     latest_checkpoint_step: int | None

@@ -95,6 +95,9 @@ def end_assignment(session: Session, assignment: Assignment, *, reason: str, now
     """Close it; the trainer learns that from its next heartbeat."""
     assignment.ended_at = now
     assignment.end_reason = reason
+    if assignment.run.stream_stats is not None:
+        # The target is not asked about a run that nobody holds; the figures of its speed stay, as its last.
+        assignment.run.stream_stats = assignment.run.stream_stats | {"packs_held_back": None}
     session.flush()
     data = {"trainer": assignment.trainer.name, "attempt": assignment.attempt, "reason": reason}
     events.append(session, assignment.run_id, events.NewEvent("TRAINER_ENDED", data=data), now=now)

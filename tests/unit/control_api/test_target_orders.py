@@ -54,6 +54,23 @@ def test_what_holds_is_what_the_target_says(target: None, desk: Desk, ledger: Le
     assert desk.get("runs/demo")["packs_held_back"] is False
 
 
+def test_what_held_is_not_said_of_a_run_that_nobody_holds(target: None, desk: Desk, ledger: LedgerDesk) -> None:
+    ledger.open("demo")
+    desk.post("/v1/targets/local:pause", {"run": "demo"})
+    desk.services.prober.probe_all()
+    desk.verb("stop")
+    desk.beat("t1", report(desk.beat("t1")["assignment"]["id"], "STOPPED"))
+    desk.reconcile()
+    run = desk.get("runs/demo")
+    assert (run["state"], run["trainers"], run["packs_held_back"]) == ("STOPPED", [], None)
+    desk.services.prober.probe_all()
+    assert desk.get("runs/demo")["packs_held_back"] is None
+    desk.verb("resume")
+    desk.reconcile()
+    desk.services.prober.probe_all()
+    assert desk.get("runs/demo")["packs_held_back"] is True, "the target has not forgotten it"
+
+
 def test_the_same_request_counts_once(target: None, client: TestClient, desk: Desk, ledger: LedgerDesk) -> None:
     ledger.open("demo")
     key = {"Idempotency-Key": "one"}
