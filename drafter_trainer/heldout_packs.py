@@ -16,9 +16,9 @@ import torch
 from google.protobuf.duration_pb2 import Duration
 from torch import Tensor
 
-from drafter_trainer.heldout_rows import HeldoutRow, HeldoutRows
 from drafter_trainer.target_link import TargetLink
 from slipstream.errors import SlipstreamError
+from slipstream.heldout_rows import HeldoutRow, HeldoutRows
 from slipstream.hidden_states.v1 import batch_pb2, stream_admin_service_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.machine_probe import memory_bytes

@@ -5,13 +5,13 @@ many tokens in a forward as a training pack has anchors. Which packs the target 
 filled as it fills one window.
 """
 
-import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
+from slipstream.heldout_rows import read_rows
 from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -63,27 +63,20 @@ def read_answers(spec: RunSpec) -> HeldoutAnswers | None:
     """What `eval.heldout` holds; None where the recipe names none, or the file is not on this machine.
 
     Raises:
-        SlipstreamError: DATA_INVALID, a run would refuse the file.
+        SlipstreamError: DATA_INVALID or TARGET_FINGERPRINT_MISMATCH, a run would refuse the file, whatever its target.
     """
     if spec.eval.heldout is None or not Path(spec.eval.heldout).is_file():
         return None
     path = Path(spec.eval.heldout)
-    try:
-        with path.open(encoding="utf-8") as lines:
-            rows = tuple(_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise _invalid(f"{path} cannot be read: {error}") from error
-    if not rows:
-        raise _invalid(f"{path} holds no answers")
-    answers = HeldoutAnswers(rows)
-    if answers.longest > spec.data.pack_tokens:
+    found, fingerprints = read_rows(path, spec.data.pack_tokens)
+    if len(fingerprints) > 1:
         raise SlipstreamError(
-            f"eval.heldout: a row of {path} has {answers.longest} tokens, a pack has data.pack_tokens = "
-            f"{spec.data.pack_tokens}.",
-            reason=Reason.DATA_INVALID,
-            remedy="Raise data.pack_tokens, or lower eval.max_new_tokens and make the file anew.",
+            f"eval.heldout: the answers in {path} are of {len(fingerprints)} targets.",
+            reason=Reason.TARGET_FINGERPRINT_MISMATCH,
+            remedy="Delete it and make it anew with `slipstream data regenerate RECIPE --heldout`.",
         )
-    return answers
+    # A block starts behind every token of an answer but its last.
+    return HeldoutAnswers(tuple((len(row.token_ids), row.num_drafted) for row in found.rows))
 
 
 def heldout_cost(
@@ -126,23 +119,3 @@ def _packed(rows: Iterable[tuple[int, int]], pack_tokens: int) -> Iterator[int]:
         positions[pack] += starts
         insort(rooms, (room - tokens, pack))
     yield from positions
-
-
-def _row(line: str, where: str) -> tuple[int, int]:
-    try:
-        row = json.loads(line)
-        tokens, answered = len(row["input_ids"]), sum(row["loss_mask"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _invalid(f"{where} is no held-out answer") from error
-    if not 0 < answered < tokens:
-        raise _invalid(f"{where} is no held-out answer: it has {tokens} tokens, of which {answered} are the answer's")
-    # A block starts behind every token of the answer but its last.
-    return tokens, answered - 1
-
-
-def _invalid(message: str) -> SlipstreamError:
-    return SlipstreamError(
-        f"eval.heldout: {message}.",
-        reason=Reason.DATA_INVALID,
-        remedy="Delete it and make it anew with `slipstream data regenerate RECIPE --heldout`.",
-    )

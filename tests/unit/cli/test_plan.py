@@ -86,7 +86,8 @@ def test_held_out_measuring_is_priced_where_the_answers_are(
     measured = (recipe, "--memory", "80GiB", "--tflops", "500", "--set", f"eval.heldout={answers}")
     assert planned(*measured) == 0
     assert f"{answers} is not here" in capsys.readouterr().out
-    answers.write_text(json.dumps({"input_ids": [5] * 40, "loss_mask": [0] * 8 + [1] * 32}) + "\n")
+    row = {"source": "news", "target_fingerprint": "f", "input_ids": [5] * 40, "loss_mask": [0] * 8 + [1] * 32}
+    answers.write_text(json.dumps(row) + "\n")
     assert planned(*measured) == 0
     shown = capsys.readouterr().out
     assert "1 answers" not in shown and "1 answer, 40 tokens in 1 pack: read once, 160 MiB of host memory" in shown

@@ -11,6 +11,7 @@ import torch
 
 from drafter_trainer.heldout import HeldoutEvaluation
 from slipstream.errors import SlipstreamError
+from slipstream.heldout_rows import load_rows
 from slipstream.plan.cost import checkpoint_bytes, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import H200
 from slipstream.plan.heldout import HeldoutAnswers, heldout_cost, read_answers
@@ -28,6 +29,9 @@ TARGET = TargetSizes(
 )  # fmt: skip
 
 
+WHOSE = {"source": "news", "target_fingerprint": "f"}
+
+
 def spec_of(heldout: Path | None, every_steps: int | None = None, pack_tokens: int = 1024) -> RunSpec:
     return RunSpec.model_validate(
         {
@@ -41,8 +45,9 @@ def spec_of(heldout: Path | None, every_steps: int | None = None, pack_tokens: i
     )
 
 
-def row(prompt: int, answer: int) -> str:
-    return json.dumps({"input_ids": [1] * (prompt + answer), "loss_mask": [0] * prompt + [1] * answer})
+def row(prompt: int, answer: int, **changes: object) -> str:
+    made = {"input_ids": [1] * (prompt + answer), "loss_mask": [0] * prompt + [1] * answer}
+    return json.dumps(WHOSE | made | changes)
 
 
 @pytest.fixture
@@ -114,11 +119,15 @@ def test_a_plan_prices_what_is_here_and_knows_the_longest_answer(heldout: Path, 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no answers"),
+        ("", "holds no prompts"),
         ("{", ":1 is no held-out answer"),
         ("[]", ":1 is no held-out answer"),
-        ('{"input_ids": [1, 2], "loss_mask": [0, "x"]}', ":1 is no held-out answer"),
-        ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', ":1 is no held-out answer: it has 2 tokens, of which 0"),
+        (row(1, 3, loss_mask=[0, 1, "x", 1]), ":1 is no held-out answer: loss_mask.2"),
+        (row(1, 3, loss_mask=[0, 0, 0, 0]), "loss_mask must be 0 on a prompt and 1 on the one answer after it"),
+        (row(1, 3, loss_mask=[0, 1, 0, 1]), "loss_mask must be 0 on a prompt and 1 on the one answer after it"),
+        (row(1, 3, loss_mask=[1, 1, 1, 0]), "loss_mask must be 0 on a prompt and 1 on the one answer after it"),
+        (row(1, 3, loss_mask=[0, 1, 1]), "loss_mask must be 0 on a prompt and 1 on the one answer after it"),
+        (row(1, 3) + "\n" + row(3, 1, source="code"), "no answer of source 'code'"),
         (row(1000, 200), "has 1200 tokens, a pack has data.pack_tokens = 1024"),
         ("\udcff", "cannot be read"),
     ],
@@ -129,3 +138,14 @@ def test_a_file_that_a_run_would_refuse(tmp_path: Path, text: str, says: str) ->
     with pytest.raises(SlipstreamError) as refused:
         read_answers(spec_of(path))
     assert refused.value.reason is Reason.DATA_INVALID and says in refused.value.message
+    with pytest.raises(SlipstreamError) as refused_by_run:
+        load_rows(path, target_fingerprint="f", pack_tokens=1024)
+    assert refused_by_run.value.message == refused.value.message
+
+
+def test_answers_of_two_targets_are_no_run_s(tmp_path: Path) -> None:
+    path = tmp_path / "heldout.jsonl"
+    path.write_text(row(1, 3) + "\n" + row(1, 3, target_fingerprint="g"))
+    with pytest.raises(SlipstreamError, match="are of 2 targets") as refused:
+        read_answers(spec_of(path))
+    assert refused.value.reason is Reason.TARGET_FINGERPRINT_MISMATCH

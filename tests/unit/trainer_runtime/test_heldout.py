@@ -19,10 +19,10 @@ from drafter_trainer.evaluation.decode import BlockDrafter, CachedTarget, Decode
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.heldout import HeldoutEvaluation
 from drafter_trainer.heldout_packs import HeldoutPack, find_answers
-from drafter_trainer.heldout_rows import HeldoutRow, HeldoutRows
 from drafter_trainer.heldout_walk import Round, acceptance_of, walk
 from drafter_trainer.step import TrainingStep
 from slipstream.errors import SlipstreamError
+from slipstream.heldout_rows import HeldoutRow, HeldoutRows
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import (
     DataSpec,

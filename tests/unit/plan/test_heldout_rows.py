@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from drafter_trainer.heldout_rows import load_rows
 from slipstream.errors import SlipstreamError
+from slipstream.heldout_rows import load_rows
 from slipstream.run_spec.reasons import Reason
 
 ROW: dict[str, Any] = {

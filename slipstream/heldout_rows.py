@@ -1,7 +1,8 @@
 """The target's greedy answers on which a drafter is measured while it trains: a file of token rows, checked.
 
 A line is what `slipstream data regenerate RECIPE --heldout` writes: `input_ids` and `loss_mask` of a prompt and its
-answer, the prompt's `source`, and `target_fingerprint`, whose greedy text it is. No torch here.
+answer, the prompt's `source`, and `target_fingerprint`, whose greedy text it is. The trainer measures on what is read
+here, `slipstream plan` foretells what that costs. No torch here.
 """
 
 import hashlib
@@ -69,6 +70,24 @@ def load_rows(path: Path, *, target_fingerprint: str, pack_tokens: int) -> Heldo
         SlipstreamError: DATA_INVALID, it is missing, empty, damaged, too long for a pack, or has a source of which
             every answer is a single token; TARGET_FINGERPRINT_MISMATCH, another target gave the answers.
     """
+    found, fingerprints = read_rows(path, pack_tokens)
+    if fingerprints != {target_fingerprint}:
+        others = sorted(fingerprints - {target_fingerprint})
+        raise SlipstreamError(
+            f"eval.heldout: the answers in {path} are of the target with fingerprint {others[0]}, the run's target has "
+            f"{target_fingerprint}.",
+            reason=Reason.TARGET_FINGERPRINT_MISMATCH,
+            remedy=f"A drafter is measured on its own target's greedy text. {_MAKE_ANEW}",
+        )
+    return found
+
+
+def read_rows(path: Path, pack_tokens: int) -> tuple[HeldoutRows, set[str]]:
+    """The same where the run's target is not known: the rows, and the fingerprints of the targets they are of.
+
+    Raises:
+        SlipstreamError: DATA_INVALID, see `load_rows`.
+    """
     rows, fingerprints = [], set()
     digest = hashlib.sha256()
     try:
@@ -85,15 +104,7 @@ def load_rows(path: Path, *, target_fingerprint: str, pack_tokens: int) -> Heldo
         raise _invalid(f"eval.heldout: {path} cannot be read: {error}", _MAKE_ANEW) from error
     found = HeldoutRows(tuple(rows), digest.hexdigest()[:16])
     _check_usable(found, path, pack_tokens)
-    if fingerprints != {target_fingerprint}:
-        others = sorted(fingerprints - {target_fingerprint})
-        raise SlipstreamError(
-            f"eval.heldout: the answers in {path} are of the target with fingerprint {others[0]}, the run's target has "
-            f"{target_fingerprint}.",
-            reason=Reason.TARGET_FINGERPRINT_MISMATCH,
-            remedy=f"A drafter is measured on its own target's greedy text. {_MAKE_ANEW}",
-        )
-    return found
+    return found, fingerprints
 
 
 def _check_usable(found: HeldoutRows, path: Path, pack_tokens: int) -> None:
