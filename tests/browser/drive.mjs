@@ -18,6 +18,7 @@ const NOTE = config.images ? "the tiny model of the tests, on two CPU cores" : `
 const browser = await chromium.launch({ executablePath: config.chromium, args: FLAGS });
 const complaints = [];
 let isApiAway = false;
+let isOrderRefused = false;
 
 try {
   await tokens();
@@ -153,14 +154,27 @@ async function apiIsRestarted(page) {
 
 async function packsAreHeldBack(page) {
   const button = page.locator("#hold-packs");
+  const order = "/v1/targets/tiny:pause";
+  const error = page.locator("div:has(> #hold-packs) > .error");
+  // The page is told that there is no answer; then packs are held back all the same.
+  isOrderRefused = true;
+  const refused = { status: 409, contentType: "application/problem+json", body: JSON.stringify({ reason: "TARGET_UNREACHABLE", detail: "lost" }) };
+  await page.route(`**${order}`, (route) => route.fulfill(refused));
   await button.click();
+  await error.waitFor({ timeout: PATIENCE });
+  assert.match(await error.textContent(), /TARGET_UNREACHABLE/);
+  await page.unroute(`**${order}`);
+  const headers = { Authorization: `Bearer ${config.token}` };
+  assert.ok((await page.request.post(config.address + order, { headers, data: { run: config.run } })).ok());
   const condition = page.locator(".notice", { hasText: "PACKS_HELD_BACK" });
   await condition.waitFor({ timeout: PATIENCE });
+  await error.waitFor({ state: "hidden", timeout: PATIENCE });
+  isOrderRefused = false;
   const held = await points(page);
   await page.getByRole("button", { name: "Give packs again" }).click();
   await condition.waitFor({ state: "hidden", timeout: PATIENCE });
   await pointsAbove(page, held);
-  say("packs are held back at the target, and given again");
+  say("packs are held back at the target, and given again; an error is gone once the run stands otherwise");
 }
 
 async function pauseAndResume(page) {
@@ -213,7 +227,7 @@ async function open({ token, ...options }) {
   page.on("dialog", (dialog) => complaints.push(`dialog: ${dialog.message()}`));
   page.on("request", (request) => request.url().startsWith(config.address) || complaints.push(`elsewhere: ${request.url()}`));
   page.on("console", (message) => {
-    const isExpected = isApiAway || message.text().includes("401") || message.text().includes("422");
+    const isExpected = isApiAway || (isOrderRefused && message.text().includes("409")) || message.text().includes("401") || message.text().includes("422");
     if (["error", "warning"].includes(message.type()) && !isExpected) complaints.push(`console: ${message.text()}`);
   });
   await page.goto(`${config.address}/${token ? `#token=${token}` : ""}`);
