@@ -31,3 +31,4 @@ def within(kind: type[Number], least: float, most: float, of: str) -> Callable[[
 
 
 THREADS = within(int, 1, 4096, "number of threads")
+TOKENS = within(int, 1, 1_000_000_000, "number of tokens")

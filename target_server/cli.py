@@ -17,6 +17,7 @@ from slipstream import __version__
 from slipstream.engine_devices import engine_groups
 from slipstream.entrypoint import run_main
 from slipstream.errors import SlipstreamError
+from slipstream.flag_values import THREADS, within
 from slipstream.listen import ListenAddress, read_token
 from slipstream.machine_probe import usable_cores
 from slipstream.run_spec.data_entries import directories_of
@@ -31,6 +32,7 @@ from target_server.engine_plan import EnginePlan
 
 PROGRAM = "target-server"
 DEFAULT_SHELF_BYTES = 4 * 2**30
+_SECONDS = within(float, 0.001, 1e9, "number of seconds")
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -285,10 +287,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--devices", metavar="LIST", help="an engine process for each, e.g. cuda:0,cuda:1")
     serve.add_argument(
-        "--tensor-parallel", type=_positive(int), default=1, metavar="K",
+        "--tensor-parallel", type=within(int, 1, 1000, "number of devices"), default=1, metavar="K",
         help="devices that share the target's layers; --devices names a multiple of K",
     )  # fmt: skip
-    serve.add_argument("--threads", type=_positive(int), metavar="N", help="CPU threads of an engine's forward")
+    serve.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads of an engine's forward")
     serve.add_argument(
         "--shelf-bytes", type=parse_size, metavar="SIZE", help="memory for packs, e.g. 8GiB; default: up to 4GiB"
     )
@@ -321,11 +323,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_rarely_used(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
-        "--subscription-timeout", type=_positive(float), default=30.0, metavar="SECONDS",
+        "--subscription-timeout", type=_SECONDS, default=30.0, metavar="SECONDS",
         help="a run that is silent for so long pins no packs; default: %(default)g",
     )  # fmt: skip
     serve.add_argument(
-        "--drain-seconds", type=_positive(float), default=30.0, metavar="SECONDS",
+        "--drain-seconds", type=_SECONDS, default=30.0, metavar="SECONDS",
         help="how long SIGTERM waits for leases that are out; default: %(default)g",
     )  # fmt: skip
     serve.add_argument(
@@ -341,17 +343,6 @@ def _add_engine(commands: Any) -> None:
     engine = commands.add_parser("engine", description="One engine of a target server, which starts it by itself.")
     engine.add_argument("--control-fd", type=int, required=True)
     engine.add_argument("--name", required=True)
-    engine.add_argument("--threads", type=_positive(int))
+    engine.add_argument("--threads", type=THREADS)
     engine.add_argument("--log-level", default="info")
     engine.add_argument("--log-json", action="store_true")
-
-
-def _positive(kind: type[int] | type[float]) -> Any:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not 0 < value < 1e9:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-        return value
-
-    parse.__name__ = "number"
-    return parse

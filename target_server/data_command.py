@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recipes import find_recipe
 from slipstream.errors import SlipstreamError
+from slipstream.flag_values import THREADS, TOKENS, within
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
@@ -29,6 +30,10 @@ Files: TypeAlias = "Sequence[SourceFile]"
 _MAX_NEW_TOKENS = 1024
 COMMANDS = ("inspect", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
+_RECORDS = within(int, 1, 1_000_000_000, "number of records")
+_DOCUMENT = within(int, 1, 1_000_000_000, "number of a document")
+_PROMPTS = within(int, 1, 1_000_000_000, "number of prompts")
+_PROCESSES = within(int, 1, 4096, "number of processes")
 
 
 @dataclass(frozen=True)
@@ -75,14 +80,16 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
         parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     inspect.add_argument(
-        "--limit", type=_number, default=DEFAULT_LIMIT, metavar="N", help="records of each file; default: %(default)d"
+        "--limit", type=_RECORDS, default=DEFAULT_LIMIT, metavar="N", help="records of each file; default: %(default)d"
     )
     inspect.add_argument(
-        "--document", type=_number, default=1, metavar="N", help="whose tokens to report; default: %(default)d"
+        "--document", type=_DOCUMENT, default=1, metavar="N", help="whose tokens to report; default: %(default)d"
     )
     _add_sampling(regenerate)
     index.add_argument("--split", choices=("train", "heldout"), default="train", help="default: %(default)s")
-    index.add_argument("--jobs", type=_number, metavar="N", help="processes that tokenize; default: by size and cores")
+    index.add_argument(
+        "--jobs", type=_PROCESSES, metavar="N", help="processes that tokenize; default: by size and cores"
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +97,14 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heldout", action="store_true", help="answer the recipe's eval.prompts instead of its data, greedily"
     )
-    parser.add_argument("--max-new-tokens", type=_number, metavar="N", help=f"default: {_MAX_NEW_TOKENS}")
+    parser.add_argument("--max-new-tokens", type=TOKENS, metavar="N", help=f"default: {_MAX_NEW_TOKENS}")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: all tokens")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)d")
-    parser.add_argument("--batch", type=_number, default=16, metavar="N", help="prompts at once; default: %(default)d")
+    parser.add_argument("--batch", type=_PROMPTS, default=16, metavar="N", help="prompts at once; default: %(default)d")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=_number, metavar="N", help="CPU threads")
+    parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -274,10 +281,3 @@ def _write(path: Path, text: str) -> None:
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy="Name a file in a writable directory with --report.",
         ) from error
-
-
-def _number(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value

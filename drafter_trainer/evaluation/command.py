@@ -19,12 +19,14 @@ from slipstream.child_processes import sigterm_as_exit
 from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt, load_prompts
+from slipstream.flag_values import THREADS, TOKENS, within
 from slipstream.run_spec.architectures import remedy_where_missing
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 
 TEXT, JSON = "text", "json"
+_PROMPTS = within(int, 1, 1_000_000_000, "number of prompts")
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-model", help="directory, hub name or .gguf of the target; default: the run's")
     parser.add_argument("--prompts", type=Path, help="JSONL with one prompt a line; default: the run's eval.prompts")
     parser.add_argument(
-        "--num-prompts", type=_positive, help="first so many prompts of every source; default: the run's"
+        "--num-prompts", type=_PROMPTS, help="first so many prompts of every source; default: the run's"
     )
-    parser.add_argument("--max-new-tokens", type=_positive, help="per prompt; default: the run's")
+    parser.add_argument("--max-new-tokens", type=TOKENS, help="per prompt; default: the run's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the run's eval.dtype")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=THREADS,
         metavar="N",
         help="CPU threads of all processes together; default: one for each process, which a busy CPU slows least "
         "(over caches of fixed size, as for batches, and on a GPU: torch's own choice)",
     )
     parser.add_argument(
         "--jobs",
-        type=_positive,
+        type=within(int, 1, 4096, "number of processes"),
         default=1,
         help="prompts decoded at once, each in a process of its own; not over caches of fixed size (default: 1)",
     )
@@ -279,13 +281,6 @@ def _prompts_path(args: argparse.Namespace, spec: RunSpec) -> Path:
         reason=Reason.SPEC_INVALID,
         remedy="Give --prompts FILE.",
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def _output(text: str) -> str | Path:

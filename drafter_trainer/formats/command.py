@@ -14,6 +14,7 @@ from drafter_trainer.evaluation.command import open_checkpoint
 from slipstream.checkpoint_name import find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
+from slipstream.flag_values import THREADS
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.telemetry.logs import log_event
@@ -50,7 +51,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
     )
-    parser.add_argument("--threads", type=_thread_count, metavar="N", help=THREADS_HELP)
+    parser.add_argument("--threads", type=THREADS, metavar="N", help=THREADS_HELP)
     parser.add_argument(
         "--without-self-test", action="store_true", help="do not decode with the files; the model card says so"
     )
@@ -66,7 +67,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=_device, default="cpu", metavar="NAME", help="where to decode: cpu (default), cuda"
     )
-    parser.add_argument("--threads", type=_thread_count, metavar="N", help=THREADS_HELP)
+    parser.add_argument("--threads", type=THREADS, metavar="N", help=THREADS_HELP)
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -130,12 +131,6 @@ def _device(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no device, expected cpu, cuda or cuda:N")
     return text
-
-
-def _thread_count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads, expected 1 or more")
-    return int(text)
 
 
 def _one_line(text: str) -> str:

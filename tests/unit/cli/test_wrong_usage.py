@@ -46,7 +46,11 @@ def test_values_of_flags_of_the_other_programs(capsys: pytest.CaptureFixture[str
             build_parser().parse_args(words)
     said = capsys.readouterr().err
     assert "'0' is no number of threads from 1" in said and "'nan' is no number of seconds" in said
-    for words in ("'x' is no number of seconds from 0.001 to", "x is not a positive number", "0,x: a temperature is a"):
+    for words in (
+        "'x' is no number of seconds from 0.001 to",
+        "'x' is no number of processes from 1 to",
+        "0,x: a temperature is a",
+    ):
         assert words in said
     assert " invalid _" not in said
 
