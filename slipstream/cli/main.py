@@ -57,7 +57,7 @@ def run_command(arguments: Sequence[str]) -> int:
             arguments = module.complete(arguments) if hasattr(module, "complete") else arguments
         else:
             subparsers.add_parser(name, help=summary)
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments or ["--help"])
     status: int = importlib.import_module(f"slipstream.cli.commands.{parsed.command}").run(parsed)
     return status
 

@@ -61,7 +61,7 @@ _WORDS = {
     Finding.NO_TURNS: "none of the known layouts: no non-empty `messages`, `conversations`, `prompt` and `completion`, "
     "or `input_ids`",
     Finding.EMPTY_TURN: "a turn has no text",
-    Finding.UNKNOWN_ROLE: "a turn has a role other than system, user, assistant or tool",
+    Finding.UNKNOWN_ROLE: "a turn has a role other than system, developer, user, assistant or tool",
     Finding.UNSUPPORTED_CONTENT: "a turn holds parts other than text, or a tool call without a name",
     Finding.NO_ASSISTANT_TURN: "no turn of the assistant",
     Finding.TOKENS_INVALID: "token ids and mask are not two lists of integers of one length, the mask of 0 and 1",

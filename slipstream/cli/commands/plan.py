@@ -42,7 +42,7 @@ def parse_memory(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|MB|GB|)", text.strip())
     size = float(match.group(1)) * _UNITS[match.group(2)] if match else 0.0
     if not _LEAST_MEMORY <= size <= _LARGEST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the memory of a GPU; write 24GiB or 80GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 24GiB or 80GB")
     return int(size)
 
 
