@@ -28,7 +28,7 @@ _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json",
 _TRAIN = re.compile(r"(?<![a-z])train(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")
 
-_CORRECT_FILES = "Correct the path (in a recipe data.files); it must be valid on the machine that reads it, with a target server that one's."
+_CORRECT_FILES = "Correct the path (in a recipe: data.files); it must be valid on the machine that reads it."
 
 _logger = logging.getLogger(__name__)
 
