@@ -66,31 +66,42 @@ class WaitNotice:
         self._lock = threading.Lock()
         self._waiting: dict[int, Reason] = {}
         """By thread: a target that cannot take one's commit may still give the other packs."""
-        self._said = 0.0
+        self._told: Reason | None = None
+        """What the agent was told last: always the reason of some thread that waits, or None when none does."""
+        self._told_at = 0.0
 
     def __call__(self, reason: Reason, _seconds: float) -> None:
         """For TargetClient's `on_wait`."""
-        now = self._clock()
         with self._lock:
-            is_news = reason not in self._waiting.values() or now - self._said >= _SAY_AGAIN_SECONDS
+            is_new = reason not in self._waiting.values()
             self._waiting[threading.get_ident()] = reason
-            if not is_news:
-                return
-            self._said = now
-        self._agent.waits_for_target(reason)
-        log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
+            if is_new or self._told_is_over() or self._clock() - self._told_at >= _SAY_AGAIN_SECONDS:
+                self._tell(reason)
 
     def greeted(self, transport: str) -> None:
         """The target has answered, and packs will be read over this transport."""
         self._agent.reads_over(transport)
 
     def over(self) -> None:
-        """For TargetClient's `on_answer`; once no other thread waits, the next wait is news again."""
+        """For TargetClient's `on_answer`. Others may wait on; once none does, the next wait is news again."""
         with self._lock:
-            if self._waiting.pop(threading.get_ident(), None) is None or self._waiting:
+            if self._waiting.pop(threading.get_ident(), None) is None:
                 return
-        log_event(_log, "info", "target_is_back", address=self._address)
-        self._agent.waits_for_target(None)
+            if not self._waiting:
+                self._told = None
+                log_event(_log, "info", "target_is_back", address=self._address)
+                self._agent.waits_for_target(None)
+            elif self._told_is_over():
+                self._tell(next(iter(self._waiting.values())))
+
+    def _told_is_over(self) -> bool:
+        return self._told not in self._waiting.values()
+
+    def _tell(self, reason: Reason) -> None:
+        # Under the lock, so that the agent hears in the order in which things happened.
+        self._told, self._told_at = reason, self._clock()
+        log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
+        self._agent.waits_for_target(reason)
 
 
 class TargetLink:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,17 @@ from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from tests.fakes.control_plane import SPEC
 from tests.fakes.processes import ManagedProcess
+
+
+class Listener(AgentLine):
+    """An agent's line that ends here."""
+
+    def __init__(self, hear: Callable[[Reason | None], None]) -> None:
+        super().__init__(None)
+        self._hear = hear
+
+    def waits_for_target(self, reason: Reason | None) -> None:
+        self._hear(reason)
 
 
 def test_news_and_the_hang_up() -> None:
@@ -45,16 +58,48 @@ def test_a_commit_that_waits_is_not_over_because_packs_still_come() -> None:
     agent, child = socket.socketpair()
     notice = WaitNotice("h:1", AgentLine(child.detach()))
     notice(Reason.LEDGER_UNWRITABLE, 0.1)
-    feeder = threading.Thread(target=lambda: (notice(Reason.TARGET_LOADING, 0.1), notice.over()))
-    feeder.start()
-    feeder.join(30)
+    with ThreadPoolExecutor(1) as feeder:
+        feeder.submit(notice, Reason.TARGET_LOADING, 0.1).result(30)
+        feeder.submit(notice.over).result(30)
     notice(Reason.LEDGER_UNWRITABLE, 0.1)
     notice.over()
     notice.greeted("shm")
     with agent.makefile("r") as news:
-        told = [json.loads(news.readline()) for _ in range(4)]
-    waits = [Reason.LEDGER_UNWRITABLE, Reason.TARGET_LOADING, None]
+        told = [json.loads(news.readline()) for _ in range(5)]
+    waits = [Reason.LEDGER_UNWRITABLE, Reason.TARGET_LOADING, Reason.LEDGER_UNWRITABLE, None]
     assert told == [*({"waits_for_target": reason} for reason in waits), {"transport": "shm"}]
+
+
+def test_the_reason_that_was_told_is_one_for_which_somebody_waits() -> None:
+    heard: list[Reason | None] = []
+    notice = WaitNotice("h:1", Listener(heard.append), clock=lambda: 0.0)
+    with ThreadPoolExecutor(1) as feeder:
+        notice(Reason.TARGET_UNREACHABLE, 0.1)
+        feeder.submit(notice, Reason.LEDGER_UNWRITABLE, 0.1).result(30)
+        feeder.submit(notice, Reason.TARGET_UNREACHABLE, 0.1).result(30)
+        assert heard[2:] == [Reason.TARGET_UNREACHABLE], "the reason told last is nobody's any more"
+        notice(Reason.TARGET_LOADING, 0.1)
+        notice.over()
+        assert heard[3:] == [Reason.TARGET_LOADING, Reason.TARGET_UNREACHABLE], "why the feeder waits on"
+        feeder.submit(notice.over).result(30)
+    assert heard[5:] == [None]
+
+
+def test_who_begins_to_wait_while_it_is_told_that_nobody_does_is_told_of_later() -> None:
+    heard: list[Reason | None] = []
+
+    def hear(reason: Reason | None) -> None:
+        if reason is None:
+            feeder.start()
+            feeder.join(0.1)  # it gets as far as it can, whatever that is
+        heard.append(reason)
+
+    notice = WaitNotice("h:1", Listener(hear))
+    feeder = threading.Thread(target=lambda: notice(Reason.TARGET_UNREACHABLE, 0.1))
+    notice(Reason.TARGET_LOADING, 0.1)
+    notice.over()
+    feeder.join(30)
+    assert heard == [Reason.TARGET_LOADING, None, Reason.TARGET_UNREACHABLE]
 
 
 def test_the_trainer_tells_when_it_waits_for_its_target() -> None:
