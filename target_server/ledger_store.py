@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -66,6 +67,8 @@ _SECONDS_TO_OPEN = 5.0
 _PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR")
 """How the names of errors begin that somebody can mend while the server runs; a quota that is used up is an IOERR."""
 
+_Done = Literal["read", "written"]
+
 _log = logging.getLogger(__name__)
 
 
@@ -85,8 +88,8 @@ class LedgerStore:
                 not writable; DISK_FULL.
         """
         self.path = path
-        self._refused: set[str] = set()
-        """Subscriptions that something could not be written for, since something was written last."""
+        self._refused: dict[_Done, set[str]] = {"read": set(), "written": set()}
+        """Subscriptions that something could not be read or written for, since that last worked for any."""
         with _in_words(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _lock(path)
@@ -120,7 +123,8 @@ class LedgerStore:
         Raises:
             SlipstreamError: LEDGER_UNWRITABLE: not now.
         """
-        return next(iter(self._select("WHERE name = ?", name)), None)
+        with self._told("read", name):
+            return next(iter(self._select("WHERE name = ?", name)), None)
 
     def save(self, record: SubscriptionRecord) -> None:
         """Write the record as it is now.
@@ -214,20 +218,26 @@ class LedgerStore:
 
     @contextlib.contextmanager
     def _writing(self, name: str, *, synced: bool) -> Iterator[None]:
-        """A transaction for a subscription. The log says who has to wait and why, once, and when it is over."""
+        """A transaction for a subscription."""
+        with self._told("written", name), _in_words(self.path, serving=True), self._transaction(synced=synced):
+            yield
+
+    @contextlib.contextmanager
+    def _told(self, done: _Done, name: str) -> Iterator[None]:
+        """The log says who has to wait and why, once, and when it is over."""
+        refused = self._refused[done]
         try:
-            with _in_words(self.path, serving=True), self._transaction(synced=synced):
-                yield
+            yield
         except SlipstreamError as error:
-            if error.reason is Reason.LEDGER_UNWRITABLE and name not in self._refused:
-                self._refused.add(name)
+            if error.reason is Reason.LEDGER_UNWRITABLE and name not in refused:
+                refused.add(name)
                 log_event(
-                    _log, "warning", "ledger_not_written", subscription=name, why=error.message, then=error.remedy
+                    _log, "warning", f"ledger_not_{done}", subscription=name, why=error.message, then=error.remedy
                 )
             raise
-        if self._refused:
-            log_event(_log, "info", "ledger_written_again", refused_meanwhile=sorted(self._refused))
-            self._refused.clear()
+        if refused:
+            log_event(_log, "info", f"ledger_{done}_again", refused_meanwhile=sorted(refused))
+            refused.clear()
 
     @contextlib.contextmanager
     def _transaction(self, *, synced: bool) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """What may go wrong around the ledger: a disk that takes nothing, time that passes meanwhile, shelves that go away."""
 
+import sqlite3
 import tracemalloc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 
 import pytest
 
@@ -60,6 +61,30 @@ def test_who_must_write_is_sent_away_to_come_again_and_nobody_else_notices(
     desk.ledger.commit(*other, 1)
     reports = [lineage_report(desk.store.path, run) for run in ("a", "b")]
     assert [(report.exactly_once, report.packs_counted) for report in reports] == [(True, 1), (True, 2)]
+
+
+def test_who_must_read_is_sent_away_too_and_the_log_says_why(
+    desk: LedgerDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger without a write-ahead log, as on a file system that shares no memory: who writes locks readers out."""
+    desk.join("a")
+    desk.store._connection.execute("PRAGMA journal_mode = DELETE")
+    with closing(sqlite3.connect(desk.store.path, isolation_level=None)) as other, caplog.at_level("INFO"):
+        other.execute("BEGIN EXCLUSIVE")
+        for run in ("b", "b", "c"):
+            with pytest.raises(SlipstreamError, match="holds a lock") as caught:
+                desk.open(run)
+            assert caught.value.reason is Reason.LEDGER_UNWRITABLE
+        other.execute("ROLLBACK")
+        desk.open("b")
+        desk.open("c")
+    not_read = {"why": caught.value.message, "then": caught.value.remedy}
+    said = [(record.message, record.slipstream_fields) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == [
+        ("ledger_not_read", {"subscription": "subscriptions/b"} | not_read),
+        ("ledger_not_read", {"subscription": "subscriptions/c"} | not_read),
+        ("ledger_read_again", {"refused_meanwhile": ["subscriptions/b", "subscriptions/c"]}),
+    ]
 
 
 def test_what_nobody_can_mend_is_no_reason_to_wait(desk: LedgerDesk) -> None:
