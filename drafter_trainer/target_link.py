@@ -120,6 +120,8 @@ class TargetLink:
         self._lock = threading.RLock()
         """Taken before `_owning`, if both are."""
         self._owning = threading.RLock()
+        self._noting = threading.Lock()
+        """Held for moments only, and taken last: a lease must come back while a commit waits."""
         self._seen_reconnects = 0
         self._must_rejoin = False
         self._next_commit = 0
@@ -378,7 +380,7 @@ class TargetLink:
         self._seen_reconnects = self._client.reconnects
 
     def _note_quarantined(self, sequence_numbers: Sequence[int]) -> None:
-        with self._lock:
+        with self._noting:
             fresh = frozenset(sequence_numbers) - self.quarantined
             self.quarantined |= fresh
         if fresh:

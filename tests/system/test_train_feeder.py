@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
 from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
 from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import HiddenStateServiceStub
 from slipstream.run_spec.load import load_recipe
@@ -272,6 +274,38 @@ def test_a_commit_that_was_given_up_goes_before_the_next(desk: Desk, monkeypatch
     stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
     ours = next(entry for entry in stats.subscriptions if entry.subscription == link.subscription)
     assert ours.packs_committed == 2
+
+
+def test_a_lease_comes_back_while_a_commit_waits(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the leases that are out would run out; also when the answer names a pack that is quarantined now."""
+    link = desk.join("unwritten", "train.max_steps=5")
+    waits, go_on = threading.Event(), threading.Event()
+    lease_packs, commit_step = desk.client.lease_packs, desk.client.commit_step
+
+    def wait_and_commit(request: pb.CommitStepRequest) -> pb.CommitStepResponse:
+        waits.set()
+        assert go_on.wait(120)
+        return commit_step(request)
+
+    def lease_and_quarantine(request: pb.LeasePacksRequest) -> pb.LeasePacksResponse:
+        response = lease_packs(request)
+        response.quarantined_sequence_numbers.append(9)
+        return response
+
+    while not (leases := link.lease(1).leases):
+        pass  # the engine computes it
+    assert link.reader.read(PayloadRef.of_lease(leases[0]), ["input_ids"]) and link.confirm(leases[0])
+    monkeypatch.setattr(desk.client, "commit_step", wait_and_commit)
+    monkeypatch.setattr(desk.client, "lease_packs", lease_and_quarantine)
+    with ThreadPoolExecutor(2) as pool:
+        commit = pool.submit(link.commit, 0)
+        try:
+            assert waits.wait(60)
+            pool.submit(link.lease, 1).result(60)
+            assert link.quarantined == {9} and not commit.done()
+        finally:
+            go_on.set()
+        commit.result(60)
 
 
 def test_a_commit_to_a_server_with_an_older_ledger_is_made_good_by_a_seek(
