@@ -159,7 +159,7 @@ class DFlashDrafter(Drafter):
     def recompute_layers(self, count: int) -> None:
         """Less memory, more time, the same bits. The first ones: when the backward comes to them, what the others have
         kept is gone."""
-        self.recomputed_layers = min(count, self.config.num_layers)
+        self.recomputed_layers = count
 
     def join_products(self) -> None:
         """All keys and values of the context, queries, keys and values of a block, gate and up. Fewer and larger

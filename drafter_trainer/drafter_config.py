@@ -14,6 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
+from slipstream.run_spec.target_layers import target_layers
 from slipstream.wire.target_config import TargetConfig
 from slipstream.wire.tensor_names import hidden_state_name
 
@@ -181,26 +182,6 @@ class DFlashConfig(DrafterConfig):
         return 2 * self.num_layers * self.num_key_value_heads * self.head_dim
 
 
-def default_target_layer_ids(num_target_layers: int, num_features: int) -> tuple[int, ...]:
-    """Zero-based layers spread as DFlash does (arXiv 2602.06036).
-
-    Raises:
-        SlipstreamError: TARGET_INCOMPATIBLE, the target is too shallow for so many different layers.
-    """
-    if num_features == 1:
-        return (num_target_layers // 2,)
-    step = (num_target_layers - 4) / (num_features - 1)
-    layers = tuple(round(1 + i * step) for i in range(num_features))
-    if len(set(layers)) != num_features or min(layers) < 0:
-        raise SlipstreamError(
-            f"{num_features} different features were asked for, the target has {num_target_layers} layers and the "
-            f"default spread needs at least {num_features + 3}",
-            reason=Reason.TARGET_INCOMPATIBLE,
-            remedy="Lower drafter.num_features or name drafter.target_layer_ids.",
-        )
-    return layers
-
-
 def resolve_mask_token_id(spec: DrafterSpec, target: TargetConfig) -> int:
     """The vocabulary row for MASK: explicit id, the tokenizer's own mask token, an unused row, the named token.
 
@@ -268,17 +249,10 @@ def shared_fields(spec: DrafterSpec, target: TargetConfig) -> dict[str, Any]:
     Raises:
         SlipstreamError: TARGET_INCOMPATIBLE, layers that the target does not have; SPEC_INVALID, no mask token.
     """
-    layers = spec.target_layer_ids or default_target_layer_ids(target.num_layers, spec.num_features or spec.num_layers)
-    if max(layers) >= target.num_layers:
-        raise SlipstreamError(
-            f"drafter.target_layer_ids names layer {max(layers)}, the target has layers 0 to {target.num_layers - 1}",
-            reason=Reason.TARGET_INCOMPATIBLE,
-            remedy="Name layers that the target has, or leave target_layer_ids out.",
-        )
     return {
         "target_model_type": target.model_type,
         "num_target_layers": target.num_layers,
-        "target_layer_ids": tuple(sorted(layers)),
+        "target_layer_ids": tuple(sorted(target_layers(spec, target.num_layers))),
         "vocab_size": target.vocab_size,
         "mask_token_id": resolve_mask_token_id(spec, target),
         "embedding_scale": target.embedding_scale,

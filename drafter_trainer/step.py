@@ -106,8 +106,8 @@ class TrainingStep:
         with torch.device("meta"):
             drafter = config.build()
         self.drafter = drafter.to_empty(device=self.device)
-        if again := spec.train.activation_checkpointing:
-            self.drafter.recompute_layers(spec.drafter.num_layers if again is True else again)
+        if spec.recomputed_layers:
+            self.drafter.recompute_layers(spec.recomputed_layers)
         if self.device.type == "cuda" and config.hidden_size <= _JOINED_WIDTH and not spec.train.fp8:
             self.drafter.join_products()
         self._recorder = self._make_recorder(spec)

@@ -7,6 +7,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.target_layers import target_layers
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NORMS_OF_A_LAYER = 2
@@ -164,10 +165,6 @@ class RunSizes:
                 reason=Reason.SPEC_INVALID,
                 remedy="Set drafter.num_attention_heads and drafter.num_key_value_heads so that they divide.",
             )
-        features = drafter.target_layer_ids
-        num_features = len(features) if features else drafter.num_features or drafter.num_layers
-        _require_layers(features, num_features, target.num_layers)
-        again = train.activation_checkpointing
         sizes = cls(
             hidden_size=target.hidden_size,
             intermediate_size=drafter.intermediate_size or target.intermediate_size,
@@ -177,7 +174,7 @@ class RunSizes:
             vocab_size=target.vocab_size,
             tie_word_embeddings=target.tie_word_embeddings,
             num_layers=drafter.num_layers,
-            num_features=num_features,
+            num_features=len(target_layers(drafter, target.num_layers)),
             block_size=drafter.block_size,
             pack_tokens=spec.data.pack_tokens,
             anchors_per_pack=train.anchors_per_pack,
@@ -189,7 +186,7 @@ class RunSizes:
             moving_average=spec.optimizer.ema_decay is not None,
             needs_target_distribution=spec.loss.needs_target_distribution,
             fp8=train.fp8,
-            checkpointed_layers=drafter.num_layers if again is True else int(again),
+            checkpointed_layers=spec.recomputed_layers,
             chunk_rows=spec.loss.chunk_rows,
             least_pack_tokens=spec.data.max_document_tokens or TILE,
             layers_are_named=drafter.layer_types is not None,
@@ -197,26 +194,6 @@ class RunSizes:
             measures=spec.eval.heldout is not None,
         )
         return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
-
-
-def _require_layers(named: tuple[int, ...] | None, num_features: int, num_layers: int) -> None:
-    """As the trainer does, once it knows the target."""
-    if named is not None and max(named) >= num_layers:
-        raise SlipstreamError(
-            f"drafter.target_layer_ids names layer {max(named)}, the target has layers 0 to {num_layers - 1}",
-            reason=Reason.TARGET_INCOMPATIBLE,
-            remedy="Name layers that the target has, or leave target_layer_ids out.",
-        )
-    # One stands in the middle; several are spread from the second to the third from the end.
-    step = (num_layers - 4) / max(1, num_features - 1)
-    spread = {round(1 + index * step) for index in range(num_features)}
-    if named is None and num_features > 1 and (len(spread) < num_features or min(spread) < 0):
-        raise SlipstreamError(
-            f"{num_features} different features were asked for, the target has {num_layers} layers and the default "
-            f"spread needs at least {num_features + 3}",
-            reason=Reason.TARGET_INCOMPATIBLE,
-            remedy="Lower drafter.num_features or name drafter.target_layer_ids.",
-        )
 
 
 def _records(spec: RunSpec, parameters: int) -> bool:

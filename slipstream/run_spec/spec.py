@@ -386,6 +386,12 @@ class RunSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     eval: EvalSpec = EvalSpec()
 
+    @property
+    def recomputed_layers(self) -> int:
+        """Draft layers, the first so many, that the backward computes again."""
+        again = self.train.activation_checkpointing
+        return self.drafter.num_layers if again is True else min(again, self.drafter.num_layers)
+
     @model_validator(mode="after")
     def _at_least_one_step(self) -> "RunSpec":
         step_tokens = self.train.packs_per_step * self.data.pack_tokens

@@ -6,13 +6,13 @@ import pytest
 
 from drafter_trainer.drafter_config import (
     DrafterConfig,
-    default_target_layer_ids,
     resolve_drafter_config,
     resolve_mask_token_id,
 )
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
+from slipstream.run_spec.target_layers import default_target_layer_ids
 from slipstream.wire.target_config import TargetConfig
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from drafter_trainer.drafter_config import default_target_layer_ids
 from slipstream.cli.commands.plan import parse_tflops
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
@@ -20,6 +19,7 @@ from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.plan.target_sizes import sizes_of_config, sizes_of_numbers, target_sizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec, TargetSpec
+from slipstream.run_spec.target_layers import default_target_layer_ids
 from tests.unit.plan.sizes import A
 
 CONFIG = {
