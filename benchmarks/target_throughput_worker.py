@@ -211,15 +211,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
         server = TargetServer(settings)
         documents = write_documents(shape, Path(directory) / "documents.jsonl")
         output, counting = Path(directory) / "subscriber.json", Path(directory) / "counting"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.feeder_worker",
-            "--size",
-            args.size,
-            "--device",
-            args.device,
-        ]
+        command = [sys.executable, "-m", "benchmarks.feeder_worker", "--size", args.size, "--device", args.device]
         command += ["--address", str(server.address), "--data", str(documents)]
         command += ["--counting", str(counting), "--output", str(output)]
         engine, gpu = EngineTimes(server, counting), DeviceTimes()

@@ -122,6 +122,6 @@ def _write_rows(slot: ByteArray, spec: tensor_pb2.TensorSpec, state: Tensor, row
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Bool `[]`: neither NaN nor infinite anywhere. No temporary of a tensor's size: extremes propagate NaN."""
+    """Bool `[]`: neither NaN nor infinite anywhere. No temporary of a tensor's size: both extremes propagate NaN."""
     extremes = torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor)])
     return torch.isfinite(extremes).all()

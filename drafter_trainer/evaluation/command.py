@@ -70,6 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures", type=_temperatures, default=(0.0,), metavar="T,…", help="0 is greedy (default: 0)"
     )
+    _add_loop(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=_output,
+        default=TEXT,
+        metavar="json|FILE",
+        help="json: print the report as JSON in place of the table; FILE: write it there as well",
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
+    )
+
+
+def _add_loop(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graphs",
         action=argparse.BooleanOptionalAction,
@@ -81,17 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="compile the target's layers and the drafter; takes a minute, pays for many prompts (default: no)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=_output,
-        default=TEXT,
-        metavar="json|FILE",
-        help="json: print the report as JSON in place of the table; FILE: write it there as well",
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.html with plots and samples"
     )
 
 
