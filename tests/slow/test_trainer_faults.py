@@ -172,27 +172,31 @@ def test_a_run_waits_while_the_ledger_cannot_be_written(
     assert report.exactly_once and (report.steps_committed, report.steps_discarded) == (24, 0), report
 
 
-def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
-    undisturbed: LiveRun, recipe: Path, address: str, ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The older one has saved step 10 after the newer one had loaded step 5, which is killed before it saves itself."""
-    run = LiveRun(recipe, address, tmp_path, *LENGTH, "name=taken-over")
-    run.train_until(10)
-    latest = tmp_path / "checkpoints" / "latest"
+def loading_before_step_10_is_saved(latest: Path) -> Callable[..., SavedState | None]:
+    """`load_weights` of a process that had loaded step 5 when an older one saved step 10."""
     load_weights = start.load_weights
 
     def point(step: int) -> None:
         latest.unlink()
         latest.symlink_to(f"step-{step:08d}")
 
-    def load_before_the_older_one_saves(*arguments: Any) -> SavedState | None:
+    def load(*arguments: Any) -> SavedState | None:
         point(5)
         saved = load_weights(*arguments)
         point(10)
         return saved
 
+    return load
+
+
+def test_what_an_older_trainer_saved_while_it_was_taken_over_is_a_dead_branch(
+    undisturbed: LiveRun, recipe: Path, address: str, ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one has saved step 10 after the newer one had loaded step 5, which is killed before it saves itself."""
+    run = LiveRun(recipe, address, tmp_path, *LENGTH, "name=taken-over")
+    run.train_until(10)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(start, "load_weights", load_before_the_older_one_saves)
+        patch.setattr(start, "load_weights", loading_before_step_10_is_saved(tmp_path / "checkpoints" / "latest"))
         kill_after_recording(patch, step=6)
         run.train()
     assert newest_step(run) == 5
@@ -208,24 +212,12 @@ def test_killed_between_its_seek_and_the_link_to_where_it_begins(
     """It had loaded step 5, and the next start goes on from step 10: nothing that counts was trained in between."""
     run = LiveRun(recipe, address, tmp_path, *LENGTH, "name=between")
     run.train_until(10)
-    latest = tmp_path / "checkpoints" / "latest"
-    load_weights = start.load_weights
-
-    def point(step: int) -> None:
-        latest.unlink()
-        latest.symlink_to(f"step-{step:08d}")
-
-    def load_before_the_older_one_saves(*arguments: Any) -> SavedState | None:
-        point(5)
-        saved = load_weights(*arguments)
-        point(10)
-        return saved
 
     def die(*_: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(start, "load_weights", load_before_the_older_one_saves)
+        patch.setattr(start, "load_weights", loading_before_step_10_is_saved(tmp_path / "checkpoints" / "latest"))
         patch.setattr(start, "go_on_from", die)
         run.train()
     assert newest_step(run) == 10
