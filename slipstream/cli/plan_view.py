@@ -1,12 +1,13 @@
 """How a plan is shown to people: parts by phase, what fits where, time, wire and disk."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.cli.display import ABSENT, Column, duration, print_fields, print_table
 from slipstream.errors import SlipstreamError
 from slipstream.plan.cost import CostPlan
 from slipstream.plan.memory import MemoryPlan, saved_activations
-from slipstream.plan.report import RunPlan, ways_to_fit
+from slipstream.plan.report import CardFit, RunPlan, ways_to_fit
 from slipstream.plan.search import Fit
 from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.reasons import Reason
@@ -26,9 +27,8 @@ def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_spee
     _print_activations(plan.sizes)
     print("\nTime, wire and disk:")
     print_fields(_cost_fields(plan, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
-    if plan.cards:
-        print("\nWhat fits:")
-        _print_cards(plan)
+    print("\nWhat fits:")
+    _print_cards(plan.cards if assumed_card else (plan.own, *plan.cards))
 
 
 def refusal(plan: RunPlan) -> SlipstreamError:
@@ -59,6 +59,13 @@ def _mib(size: int) -> str:
     return f"{size / _MIB:,.0f}" if size else ABSENT
 
 
+def _verdict(own: CardFit) -> str:
+    """Whether the run fits on the card of the plan, and by how much."""
+    left = own.gpu.memory_bytes - own.peak_bytes
+    found = f"{gib(own.peak_bytes)} predicted, {gib(own.gpu.memory_bytes)} there"
+    return f"fits: {found}, {gib(left)} left" if own.fits else f"does not fit: {found}, {gib(-left)} too little"
+
+
 def _run_fields(spec: RunSpec, plan: RunPlan, *, assumed_card: bool) -> dict[str, str]:
     sizes = plan.sizes
     fields = {
@@ -67,6 +74,7 @@ def _run_fields(spec: RunSpec, plan: RunPlan, *, assumed_card: bool) -> dict[str
         f"{sizes.hidden_size}",
         "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {_counted(sizes.num_features, 'feature')}, "
         f"{sizes.anchors_per_pack} anchors of {sizes.block_size}",
+        "memory": _verdict(plan.own),
     }
     if assumed_card:
         fields["note"] = "no --memory, and no GPU here: planned for an H200, and nothing is refused"
@@ -161,16 +169,16 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _print_cards(plan: RunPlan) -> None:
+def _print_cards(cards: Sequence[CardFit]) -> None:
     columns = [
-        Column("GPU"),
+        Column("on"),
         Column("has GiB", is_number=True),
         Column("needs GiB", is_number=True),
         Column("a step", is_number=True, rank=1),
         Column("fits", may_wrap=True),
     ]
     rows = []
-    for card in plan.cards:
+    for card in cards:
         nearest = "nothing that was tried" if card.nearest is None else in_words(card.nearest)
         rows.append(
             [

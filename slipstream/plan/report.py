@@ -41,8 +41,10 @@ class RunPlan:
     tflops: float
     heldout: HeldoutCost | None
     """None where nothing is measured, or where the file of the answers is not on this machine."""
+    own: CardFit
+    """The run on `card`."""
     cards: tuple[CardFit, ...]
-    """None for a run on a CPU."""
+    """The run on the known ones; none for a run on a CPU."""
 
 
 def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None = None) -> RunPlan:
@@ -66,14 +68,16 @@ def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None
     if answers is not None:
         seconds = forward_flop(sizes) / (reached * 1e12)
         measuring = heldout_cost(spec, sizes, answers, forward_seconds=seconds, total_steps=total_steps(spec))
+    own = _card_fit(spec, sizes, card, reached)
     return RunPlan(
         sizes=sizes,
         card=card,
         memory=plan_memory(sizes, card.memory_bytes),
-        cost=_cost(spec, sizes, reached),
+        cost=own.cost,
         tflops=reached,
         heldout=measuring,
-        cards=() if sizes.on_cpu else tuple(_card_fit(spec, sizes, gpu) for gpu in GPUS),
+        own=own,
+        cards=() if sizes.on_cpu else tuple(_card_fit(spec, sizes, gpu, assumed_tflops(sizes, gpu)) for gpu in GPUS),
     )
 
 
@@ -89,7 +93,7 @@ def total_steps(spec: RunSpec) -> int | None:
 def ways_to_fit(plan: RunPlan) -> tuple[Fit | None, Sequence[Fit]]:
     """The nearest settings that fit on the plan's card, and those that do alone."""
     memory = plan.card.memory_bytes
-    return nearest_fit(plan.sizes, memory, memory), single_fits(plan.sizes, memory, memory)
+    return plan.own.nearest, single_fits(plan.sizes, memory, memory)
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
@@ -144,13 +148,13 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
 
 def fits(plan: RunPlan) -> bool:
     """On the plan's card."""
-    return plan.memory.peak_bytes <= plan.card.memory_bytes
+    return plan.own.fits
 
 
-def _card_fit(spec: RunSpec, sizes: RunSizes, gpu: Gpu) -> CardFit:
+def _card_fit(spec: RunSpec, sizes: RunSizes, gpu: Gpu, tflops: float) -> CardFit:
     peak = plan_memory(sizes, gpu.memory_bytes).peak_bytes
     nearest = None if peak <= gpu.memory_bytes else nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes)
-    return CardFit(gpu, peak, _cost(spec, sizes, assumed_tflops(sizes, gpu)), nearest)
+    return CardFit(gpu, peak, _cost(spec, sizes, tflops), nearest)
 
 
 def _cost(spec: RunSpec, sizes: RunSizes, tflops: float) -> CostPlan:

@@ -101,7 +101,9 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(recipe: str, capsys:
         planned(recipe, "--memory", "16GiB")
     assert refused.value.reason is Reason.OUT_OF_MEMORY and refused.value.exit_code == 6
     assert "16.0 GiB" in refused.value.message
-    assert "masters" in capsys.readouterr().out, "the table is shown all the same"
+    shown = capsys.readouterr().out
+    assert "masters" in shown and "a GPU of this size" in shown, "the tables are shown all the same"
+    assert "does not fit: " in shown and " too little" in shown
     words = (
         refused.value.remedy.partition("fit, with ")[2].partition(": ")[2].rstrip(".").partition(". Enough")[0].split()
     )
@@ -128,7 +130,10 @@ def test_a_recipe_for_a_cpu_is_planned_for_one(recipe: str, capsys: pytest.Captu
     assert planned(recipe, "--memory", "140GiB", *cpu) == 0
     shown = capsys.readouterr().out
     assert "the trainer alone, on a CPU" in shown and "Python and torch" in shown and "CUDA" not in shown
-    assert "What fits" not in shown and "page-locked" not in shown
+    assert "page-locked" not in shown and "H200" not in shown
+    assert "GiB predicted, 140.0 GiB there, " in shown and " GiB left" in shown
+    (row,) = [line for line in shown.partition("What fits:")[2].splitlines() if line.startswith("a CPU with")]
+    assert "  140.0  " in row and row.endswith("yes")
     with pytest.raises(SlipstreamError) as refused:
         planned(recipe, "--memory", "16GiB", *cpu)
     assert "a CPU with" in refused.value.message and "--set drafter.num_layers=" in refused.value.remedy
