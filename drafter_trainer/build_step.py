@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from drafter_trainer.batch_source import PackPlan, payload_shapes
 from drafter_trainer.compile_cache import use_compile_cache
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
@@ -15,6 +14,7 @@ from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.memory import MemoryReport
 from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.target_link import TargetLink
+from drafter_trainer.training_packs import PackPlan, payload_shapes
 from slipstream import __version__
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.machine_probe import package_version

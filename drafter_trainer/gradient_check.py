@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from drafter_trainer.anchors import Anchors, BlockTargets, build_block_targets
-from drafter_trainer.batch_source import TrainingPack
 from drafter_trainer.block_mask import BlockAttention, build_block_attention
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import TrainingPack
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 

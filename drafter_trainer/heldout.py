@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import Anchors
-from drafter_trainer.batch_source import TrainingPack, payload_shapes
 from drafter_trainer.checkpoint_state import HeldoutEstimate
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.heldout_packs import HeldoutPack, HeldoutStream, read_heldout_packs
 from drafter_trainer.heldout_walk import Acceptance, Round, acceptance_of, walk
 from drafter_trainer.step import TrainingStep
 from drafter_trainer.target_link import TargetLink
+from drafter_trainer.training_packs import TrainingPack, payload_shapes
 from slipstream.heldout_rows import load_rows
 from slipstream.run_spec.spec import RunSpec
 from slipstream.wire.channel import TargetClient

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafter_trainer.batch_source import BatchSource, StepBatch
+from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.checkpoint import Checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, Cursor, HeldoutEstimate, LoopState
 from drafter_trainer.checkpoint_writer import CheckpointWriter
@@ -22,6 +22,7 @@ from drafter_trainer.schedule import learning_rate
 from drafter_trainer.step import PendingStep, StepNumbers, TrainingStep
 from drafter_trainer.step_report import StepReporter, Waits
 from drafter_trainer.target_link import TargetLink
+from drafter_trainer.training_packs import StepBatch
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec

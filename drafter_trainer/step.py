@@ -16,7 +16,6 @@ from torch import Tensor
 
 from drafter_trainer.acceptance import AcceptanceMetrics, StepSums
 from drafter_trainer.anchors import Anchors, BlockTargets
-from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.block_mask import BlockAttention
 from drafter_trainer.cuda_graph import Recorder, wants_graphs
 from drafter_trainer.drafter import initialise_weights
@@ -33,6 +32,7 @@ from drafter_trainer.optimizer import DrafterOptimizer, FusedUpdate
 from drafter_trainer.pack_buckets import declared_lengths
 from drafter_trainer.pack_layout import ROW_NAMES, LaidOut, PackLayout
 from drafter_trainer.target_states import TargetStates, target_states
+from drafter_trainer.training_packs import StepBatch, TrainingPack
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.drafter import INITIAL_STD
 from drafter_trainer.flex_policy import CompilationFreeze, graphs_declared
 from drafter_trainer.gradient_check import GradientCheck
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import PackPlan, StepBatch, TrainingPack
 from slipstream.compiled_code import compiled_graphs
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason

@@ -15,9 +15,9 @@ from benchmarks.peers.workload import (
     frozen_weights,
     run_spec,
 )
-from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
 from drafter_trainer.build_step import prepare_device
 from drafter_trainer.step import PendingStep, TrainingStep
+from drafter_trainer.training_packs import PackPlan, StepBatch, TrainingPack, payload_shapes
 from slipstream.run_spec.spec import RunSpec, TrainSpec
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from drafter_trainer.batch_source import PackPlan, payload_shapes
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
+from drafter_trainer.training_packs import PackPlan, payload_shapes
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.wire.target_config import TargetConfig
 

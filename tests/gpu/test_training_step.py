@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.drafter_config import resolve_drafter_config
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.step import PendingStep, TrainingStep
+from drafter_trainer.training_packs import StepBatch, TrainingPack
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, OptimizerSpec, RunSpec, TargetSpec, TrainSpec
 from tests.fakes.drafter_cases import MASK_TOKEN, packed
 from tests.unit.trainer_runtime.test_step import TARGET

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from drafter_trainer import flex_policy
-from drafter_trainer.batch_source import PackPlan, StepBatch, payload_shapes
 from drafter_trainer.flex_policy import compile_owned, compiled_graphs
 from drafter_trainer.heldout_matches import matches_of_chunk
 from drafter_trainer.loss import loss_of_chunk
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import PackPlan, StepBatch, payload_shapes
 from drafter_trainer.warmup import adversarial_batches, warm_up
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.spec import EvalSpec, RunSpec

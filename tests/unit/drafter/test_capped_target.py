@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.drafter_config import resolve_drafter_config
 from drafter_trainer.evaluation.static_drafter import StaticDrafter
 from drafter_trainer.formats.module import as_module
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import StepBatch, TrainingPack
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.target_facts import read_frozen_weights, read_target_facts
 from slipstream.target_loading import LoadedTarget, decoder_layers

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from drafter_trainer.batch_source import payload_shapes
 from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.drafter_config import FULL, DFlashConfig
 from drafter_trainer.loss import _chunk_length, resolve_loss_config
 from drafter_trainer.optimizer import DrafterOptimizer
+from drafter_trainer.training_packs import payload_shapes
 from slipstream.plan.cost import checkpoint_bytes, plan_cost, step_flop
 from slipstream.plan.memory import (
     GIB,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from drafter_trainer import cuda_graph
-from drafter_trainer.batch_source import StepBatch
 from drafter_trainer.cuda_graph import RUNS_BEFORE_RECORDING, Function, Inputs, Recorder, wants_graphs
+from drafter_trainer.training_packs import StepBatch
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import OptimizerSpec, RunSpec

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from drafter_trainer.batch_source import StepBatch
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
+from drafter_trainer.training_packs import StepBatch
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from tests.unit.trainer_runtime.test_step import make_pack, make_spec, make_step

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from drafter_trainer import gradient_check
 from drafter_trainer.anchors import Anchors, BlockTargets
-from drafter_trainer.batch_source import PackPlan, TrainingPack, payload_shapes
 from drafter_trainer.block_mask import SdpaAttention
 from drafter_trainer.build_step import hidden_state_names
 from drafter_trainer.gradient_check import GradientCheck
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import PackPlan, TrainingPack, payload_shapes
 from drafter_trainer.warmup import adversarial_batches, check_gradients, load_representable_weights, run_steps
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import StepBatch, TrainingPack
 from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.drafter_config import resolve_drafter_config
 from drafter_trainer.evaluation.compare import Tally
@@ -21,6 +20,7 @@ from drafter_trainer.heldout import HeldoutEvaluation
 from drafter_trainer.heldout_packs import HeldoutPack, find_answers
 from drafter_trainer.heldout_walk import Round, acceptance_of, walk
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import StepBatch, TrainingPack
 from slipstream.errors import SlipstreamError
 from slipstream.heldout_rows import HeldoutRow, HeldoutRows
 from slipstream.run_spec.reasons import Reason

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.anchors import build_block_targets
-from drafter_trainer.batch_source import StepBatch
 from drafter_trainer.block_mask import build_block_attention
 from drafter_trainer.drafter import DFlashDrafter
 from drafter_trainer.schedule import learning_rate
 from drafter_trainer.slot_weights import decay_weights, dpace_weights
+from drafter_trainer.training_packs import StepBatch
 from slipstream.run_spec.spec import RunSpec
 from tests.unit.trainer_runtime.test_step import BLOCK, make_config, make_frozen, make_pack, make_spec, make_step
 

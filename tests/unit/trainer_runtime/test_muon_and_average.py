@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drafter_trainer.batch_source import StepBatch
 from drafter_trainer.checkpoint import Checkpoint, load_checkpoint, load_drafter_weights, save_checkpoint
 from drafter_trainer.flat_parameters import FlatLayout
 from drafter_trainer.muon import batches_of, orthogonalised
@@ -14,6 +13,7 @@ from drafter_trainer.optimizer import DrafterOptimizer
 from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.schedule import learning_rate
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import StepBatch
 from slipstream.run_spec.spec import OptimizerSpec, RunSpec
 from tests.unit.trainer_runtime.test_checkpoint import make_checkpoint
 from tests.unit.trainer_runtime.test_optimizer import feed, gradients, make_module, scalar

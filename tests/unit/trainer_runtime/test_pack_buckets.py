@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from drafter_trainer.anchors import draw_anchors
-from drafter_trainer.batch_source import BatchSource, PackPlan, StepBatch, TrainingPack, payload_shapes
+from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.pack_buckets import bucket_of, declared_lengths, padded_to
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import PackPlan, StepBatch, TrainingPack, payload_shapes
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.run_spec.reasons import Reason

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter_trainer.anchors import build_block_targets, draw_anchors
-from drafter_trainer.batch_source import PackPlan, StepBatch, TrainingPack, payload_shapes
 from drafter_trainer.block_mask import build_block_attention
 from drafter_trainer.build_step import hidden_state_names
 from drafter_trainer.drafter import DFlashDrafter
@@ -17,6 +16,7 @@ from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import FrozenWeights
 from drafter_trainer.loss import drafter_loss, resolve_loss_config
 from drafter_trainer.step import TrainingStep
+from drafter_trainer.training_packs import PackPlan, StepBatch, TrainingPack, payload_shapes
 from drafter_trainer.warmup import adversarial_batches
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, LossSpec, OptimizerSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.wire.target_config import TargetConfig
