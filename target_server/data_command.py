@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from recipes import find_recipe
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS, TOKENS, within
+from slipstream.packaged_model import target_here
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
@@ -115,13 +116,23 @@ def run(args: argparse.Namespace) -> int:
     """
     from target_server.data_files import find_files
 
-    wanted = read_sources(args.sources, args.model, args.set)
+    wanted = _to_be_had(read_sources(args.sources, args.model, args.set))
     if getattr(args, "heldout", False):
         _write(args.report, _answer_heldout(args, wanted).model_dump_json())
         return 0
     files = find_files(wanted.data.files, None)
     _write(args.report, _ACTIONS[args.command](args, wanted, files).model_dump_json())
     return 0
+
+
+def _to_be_had(wanted: Wanted) -> Wanted:
+    target = target_here(wanted.target)
+    if target != wanted.target:
+        sys.stderr.write(
+            f"the hub cannot be asked for {wanted.target.model}: the same model in four bits is read instead, "
+            f"{target.model}\n"
+        )
+    return replace(wanted, target=target)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import ArrayLength, read_gguf_header
-from slipstream.plan.hub_reach import why_unreachable
+from slipstream.hub_reach import why_unreachable
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec

@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
     import recipes
     from slipstream.cli.display import print_json
     from slipstream.cli.plan_view import print_plan, refusal
+    from slipstream.packaged_model import packaged_copy
     from slipstream.plan.report import as_json, fits, plan_run
     from slipstream.plan.target_sizes import target_sizes
     from slipstream.run_spec.load import load_recipe
 
     spec = load_recipe(recipes.find_recipe(args.recipe), args.set).spec
-    target = target_sizes(spec.target, args.target_config or _packaged(args))
+    target = target_sizes(spec.target, args.target_config or packaged_copy(spec.target))
     on_cpu = spec.train.attention == "sdpa"
     card, is_limit = cpu_of(args.memory) if on_cpu else card_of(args.memory)
     plan = plan_run(spec, target, card, args.tflops)
@@ -83,19 +84,6 @@ def run(args: argparse.Namespace) -> int:
     if is_limit and not fits(plan):
         raise refusal(plan)
     return 0
-
-
-def _packaged(args: argparse.Namespace) -> str | None:
-    """The packaged model for the demo's recipe as it ships, as in `slipstream up`: nothing is downloaded for it."""
-    from slipstream.errors import SlipstreamError
-    from slipstream.packaged_model import RECIPE, names_model, packaged_model
-
-    if args.recipe != RECIPE or names_model(args.set):
-        return None
-    try:
-        return packaged_model()
-    except SlipstreamError:
-        return None  # then the recipe's own model is looked up
 
 
 def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
+from slipstream.hub_reach import why_unreachable
 from slipstream.plan.gpus import GPUS, assumed_share, gpu_named
-from slipstream.plan.hub_reach import why_unreachable
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.plan.target_sizes import sizes_of_config, target_sizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec, TargetSpec
+from tests.fakes.gguf_files import gguf_without_weights
 from tests.unit.plan.sizes import A, C
 
 QWEN3 = {
@@ -139,33 +139,10 @@ def test_what_the_hub_cache_has_is_not_asked_for(monkeypatch: pytest.MonkeyPatch
     assert target_sizes(TargetSpec(model="some/model")) == EXPECTED
 
 
-def text_of(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def gguf(*, tied: bool) -> bytes:
-    """A file as llama.cpp writes it, without weights."""
-    numbers = {
-        "llama.block_count": 30,
-        "llama.embedding_length": 576,
-        "llama.feed_forward_length": 1536,
-        "llama.attention.head_count": 9,
-        "llama.attention.head_count_kv": 3,
-    }
-    pairs = [text_of("general.architecture") + struct.pack("<I", 8) + text_of("llama")]
-    pairs += [text_of(key) + struct.pack("<II", 4, value) for key, value in numbers.items()]
-    pairs += [text_of("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text_of("a") + text_of("bc")]
-    pairs += [text_of("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 2) + struct.pack("<ff", 0.5, 1.5)]
-    pairs += [text_of("general.flag") + struct.pack("<I?", 7, True)]
-    names = ["token_embd.weight"] + ([] if tied else ["output.weight"])
-    tensors = [text_of(name) + struct.pack("<IQQIQ", 2, 576, 49_152, 0, 0) for name in names]
-    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join((*pairs, *tensors))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gguf_file_says_it_in_its_header(tied: bool, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(gguf(tied=tied) + b"weights")
+    path.write_bytes(gguf_without_weights(tied=tied) + b"weights")
     assert target_sizes(TargetSpec(model=str(path))) == TargetSizes(30, 576, 1536, 9, 3, 64, 49_152, tied)
     assert target_sizes(NAMELESS, str(tmp_path)) == TargetSizes(30, 576, 1536, 9, 3, 64, 49_152, tied)
     header = read_gguf_header(path)
@@ -173,7 +150,7 @@ def test_a_gguf_file_says_it_in_its_header(tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_header_that_ends_too_early(tmp_path: Path) -> None:
-    whole = gguf(tied=True)
+    whole = gguf_without_weights(tied=True)
     for length in range(5, len(whole) - 12, 7):
         path = tmp_path / "cut.gguf"
         path.write_bytes(whole[:length])
