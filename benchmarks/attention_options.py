@@ -3,7 +3,8 @@
     python -m benchmarks.attention_options --size A --out DIR --leave-by 300
 
 Every option in a process of its own: one that does not compile, or asks for too much shared memory, says so in its row.
-Results must agree with the default's: projections of output and gradients on fixed directions are compared.
+Results must agree with the default's: projections of output and gradients on fixed directions are compared. The flash
+backend is flash-attn 4's (`pip install --pre "flash-attn-4[cu13]"`).
 """
 
 import argparse
@@ -22,6 +23,7 @@ REPEATED, UNMASKED = "repeated", "unmasked"
 _BACKWARD_64 = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64}
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "flash-attn 4": {"BACKEND": "FLASH"},
     # A program of the backward walks all query heads of its key head: the first keys of a long document, which every
     # query sees, are then the work of few programs, and the last of these ends long after all others.
     "keys repeated x2": {REPEATED: 2},
@@ -49,6 +51,7 @@ TOLERANCE = 0.02
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="A")
+    parser.add_argument("--only", action="append", default=[], choices=OPTIONS, help="an option; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--leave-by", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--commit")
@@ -61,6 +64,8 @@ def main() -> int:
     deadline = time.monotonic() + args.leave_by
     found: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(OPTIONS):
+        if args.only and name not in ("default", *args.only):
+            continue
         left = deadline - time.monotonic()
         found[name] = in_own_process(args, name, number, left) if left > 20 else {"failed": "no time left"}
         sys.stdout.write(line_of(name, found[name], found["default"]) + "\n")

@@ -210,7 +210,7 @@ class Benchmark:
 
     def _measure_size(self, size: str) -> None:
         # A step that computes for longer than its launches take has nothing to gain from a graph.
-        skipped = ("ours",) if size == "C" else ("ours", "ours-graphs")
+        skipped = ("ours",) if size.startswith("C") else ("ours", "ours-graphs")
         others = [variant for variant in self._args.variants if variant not in skipped and size not in PEERLESS]
         with self._seat(self._noted(size, "ours")) as ours, ExitStack() as early:
             if ours is None:

@@ -20,6 +20,8 @@ FLOORS = {
     ("A", "ours-fp8", "specforge"): (1.7, 2.0),
     ("C", "ours", "specforge"): (5.0, 8.0),
     ("C", "ours-graphs", "specforge"): (5.0, 8.0),
+    ("CR", "ours-graphs", "specforge"): (5.0, 8.0),
+    ("CR8", "ours-graphs", "specforge"): (5.0, 8.0),
 }
 """Floor and goal of a peer's step time ÷ ours."""
 OTHER_LOSS = ("specforge-shipped", "ours-graphs-kl")

@@ -5,8 +5,8 @@ our optimizer (the same fused AdamW on the same flat float32 masters) and our an
 and its draft model goes through torch.compile, which it does not do itself. `specforge-shipped`: its own `TrainerCore`,
 optimizer and anchors, unwrapped, as on one GPU without sharding.
 
-It has no packing: documents are the rows of its batch. Nothing of it needs a stand-in; sglang, which it pins, is only
-imported by what captures hidden states.
+It has no packing: documents are the rows of its batch, padded to the longest. Nothing of it needs a stand-in; sglang,
+which it pins, is only imported by what captures hidden states.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from benchmarks.peers.side import SideUnavailableError
 from benchmarks.peers.workload import (
     DECAY_GAMMA,
     LEARNING_RATE,
+    Batch,
     Pack,
     Size,
     compute_dtype,
@@ -49,12 +50,20 @@ class SpecForgeSide:
 
     def step(self, pack: Pack) -> None:
         """Forward, backward, optimizer; gradients of the sum are divided by the weights, as its trainer does."""
-        anchors = pack.anchor_rows()
-        self.model._sample_anchor_positions = lambda *_: anchors
-        _, _, metrics = self.model(**model_inputs(pack))
+        total, weights = self._train(pack.batches[0], is_first=True)
+        for batch in pack.batches[1:]:
+            numerator, weight = self._train(batch, is_first=False)
+            total, weights = total + numerator, weights + weight
+        self._optimizer.apply(total, weights)
+        self._loss = total / weights
+
+    def _train(self, batch: Batch, *, is_first: bool) -> tuple[Tensor, Tensor]:
+        """Gradients of one batch; its summed loss and its weight."""
+        self.model._sample_anchor_positions = lambda *_: (batch.anchors.positions, batch.anchors.valid)
+        _, _, metrics = self.model(**model_inputs(batch))
         numerator, weight = metrics["loss_terms"]
-        self._optimizer.step(numerator, weight)
-        self._loss = numerator.detach() / weight
+        self._optimizer.add(numerator, is_first=is_first)
+        return numerator.detach(), weight
 
     def last_loss(self) -> float:
         """Loss of the newest step."""
@@ -92,10 +101,16 @@ class SpecForgeShippedSide:
         )
 
     def step(self, pack: Pack) -> None:
-        """One `train_step`."""
+        """One `train_step`.
+
+        Raises:
+            SideUnavailableError: the size wants several batches a step, which its trainer's core does not do.
+        """
         from specforge.runtime.contracts import TrainBatch
 
-        result = self._core.train_step(TrainBatch([str(self._steps)], "dflash", model_inputs(pack)))
+        if len(pack.batches) != 1:
+            raise SideUnavailableError("its train_step takes one batch, and this size asks for several")
+        result = self._core.train_step(TrainBatch([str(self._steps)], "dflash", model_inputs(pack.batches[0])))
         self._steps += 1
         self._loss = result.loss
 
@@ -150,11 +165,6 @@ def draft_config(size: Size, backend: str) -> Any:
     return config
 
 
-def model_inputs(pack: Pack) -> dict[str, Tensor]:
-    """Documents as rows of a batch."""
-    assert pack.features is not None
-    return {
-        "input_ids": pack.rows("input_ids"),
-        "hidden_states": pack.features.view(pack.documents, -1, pack.features.shape[1]),
-        "loss_mask": pack.rows("loss_mask"),
-    }
+def model_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Under its names."""
+    return {"input_ids": batch.input_ids, "hidden_states": batch.features, "loss_mask": batch.loss_mask}

@@ -3,13 +3,17 @@
 All of it is a function of a size and a seed, drawn on the device; no side can see other data than another.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.target_workload import document_lengths
 from drafter_trainer.anchors import Anchors, draw_anchors
 from drafter_trainer.block_mask import round_up
 from drafter_trainer.drafter import INITIAL_STD, DFlashDrafter
@@ -22,6 +26,8 @@ LEARNING_RATE = 1e-5
 DECAY_GAMMA = 7.0
 SUPERVISED_SHARE = 0.6
 ROPE_THETA = 1e6
+MEAN_DOCUMENT = 354
+"""Tokens, of the conversations that real lengths are drawn from."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class Size:
     lengths: tuple[int, ...] = ()
     """Pack lengths that come in random order; empty: `tokens` only."""
     layers: int = 5
+    real_documents: bool = False
+    """Documents as long as real conversations, in random order, as many as fit into `tokens`; `documents` is about how
+    many these are. Anchors are shared out by length."""
+    batch_rows: int = 0
+    """Documents that a peer without packing takes as the padded rows of one batch; 0: all of a pack."""
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -86,10 +97,27 @@ SIZES = {
     ),
 }
 """A: Qwen3-8B, one conversation of 4096 tokens. A4: the same, four conversations. B: 1024 anchors of 32 slots, four
-lengths. C: SmolLM2-135M, packs of its recipe."""
+lengths. C: SmolLM2-135M, packs of its recipe. CR: the same, with documents as long as real ones; CR8: peers take them
+in batches of eight, one optimizer step for all."""
 SIZES["A4"] = replace(SIZES["A"], name="A4", documents=4)
+SIZES["CR"] = replace(SIZES["C"], name="CR", documents=23, real_documents=True)
+SIZES["CR8"] = replace(SIZES["CR"], name="CR8", batch_rows=8)
 TINY = Size("tiny", 64, 4, 2, 16, 96, 256, 8, (1, 3, 5), False, tokens=256, anchors=16, block_size=4, documents=2)
 """For tests on a CPU."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents as the rows of a padded batch, for peers without packing. R rows, S the longest."""
+
+    input_ids: Tensor
+    """int64 [R, S]."""
+    features: Tensor
+    """[R, S, n·D]."""
+    loss_mask: Tensor
+    """int64 [R, S]; 0 on padding."""
+    anchors: Anchors
+    """[R, W]: positions within the document, W the most that a row has."""
 
 
 @dataclass(frozen=True)
@@ -101,18 +129,8 @@ class Pack:
     features: Tensor | None
     """[T, n·D]: features concatenated, as peers take them; None where they are split."""
     anchors: Anchors
-    documents: int
-
-    def rows(self, name: str) -> Tensor:
-        """A per-token tensor as int64 [documents, T / documents]."""
-        return self.tensors[name].long().view(self.documents, -1)
-
-    def anchor_rows(self) -> tuple[Tensor, Tensor]:
-        """Positions within the document int64, valid bool; [documents, A / documents]."""
-        length = self.tensors["input_ids"].numel() // self.documents
-        starts = torch.arange(self.documents, device=self.anchors.positions.device)[:, None] * length
-        valid = self.anchors.valid.view(self.documents, -1)
-        return torch.where(valid, self.anchors.positions.view(self.documents, -1) - starts, 0), valid
+    batches: tuple[Batch, ...] = ()
+    """The same documents with padding; none where features are split."""
 
 
 def drafter_config(size: Size) -> DFlashConfig:
@@ -213,26 +231,34 @@ def make_pack(
     """
     tokens = tokens or size.tokens
     rng = np.random.default_rng((number, tokens))
-    length = -(-tokens // size.documents)
-    index = torch.arange(tokens)
-    documents = index // length
-    mask = torch.cat([_turns(rng, length, size.block_size) for _ in range(size.documents)])[:tokens]
+    lengths = _lengths(size, tokens, number)
+    tokens = sum(lengths)
     rows = {
         "input_ids": torch.from_numpy(rng.integers(0, size.vocab - 1, tokens)).int(),
-        "loss_mask": mask.to(torch.uint8),
-        "document_ids": documents.int(),
-        "position_ids": (index - documents * length).int(),
+        "loss_mask": torch.cat([_turns(rng, length, size.block_size) for length in lengths]).to(torch.uint8),
+        "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int(),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).int(),
     }
-    anchors = _draw(size, rows, number)
+    anchors = _draw(size, rows, lengths, number)
     generator = torch.Generator(device).manual_seed(number)
     features = torch.empty(tokens, size.num_features * size.hidden, device=device, dtype=compute_dtype(device))
     features.normal_(generator=generator)
     tensors = {name: tensor.to(device) for name, tensor in rows.items()}
     if not split_features:
-        return Pack(tensors, features, anchors.to(device), size.documents)
+        return Pack(tensors, features, anchors.to(device), tuple(_batches(size, tensors, features, anchors, lengths)))
     parts = features.split(size.hidden, dim=1)
     tensors |= {name: part.contiguous() for name, part in zip(drafter_config(size).feature_names, parts, strict=True)}
-    return Pack(padded_to(tensors, round_up(tokens)), None, anchors.to(device), size.documents)
+    return Pack(padded_to(tensors, round_up(size.tokens if size.real_documents else tokens)), None, anchors.to(device))
+
+
+def _lengths(size: Size, tokens: int, number: int) -> list[int]:
+    """Of a pack's documents: equal but for the last, or drawn until the next would not fit."""
+    if not size.real_documents:
+        length = -(-tokens // size.documents)
+        return [min(length, tokens - start) for start in range(0, tokens, length)]
+    drawn = document_lengths(tokens // MEAN_DOCUMENT * 4, seed=number).tolist()
+    fitting = itertools.takewhile(lambda pair: pair[1] <= tokens, zip(drawn, itertools.accumulate(drawn), strict=True))
+    return [length for length, _ in fitting]
 
 
 def _turns(rng: np.random.Generator, length: int, block_size: int) -> Tensor:
@@ -247,17 +273,45 @@ def _turns(rng: np.random.Generator, length: int, block_size: int) -> Tensor:
     return mask
 
 
-def _draw(size: Size, rows: Mapping[str, Tensor], number: int) -> Anchors:
-    """Equally many anchors for every document, none in its last block: speculators indexes all slots of a block."""
+def _draw(size: Size, rows: Mapping[str, Tensor], lengths: Sequence[int], number: int) -> Anchors:
+    """Anchors by the length of a document, none in its last block: speculators indexes all slots of a block."""
     if size.lengths:
         return draw_anchors(rows["loss_mask"], rows["document_ids"], size.anchors, 0, number)
-    per_document, length = size.anchors // size.documents, -(-len(rows["input_ids"]) // size.documents)
-    drawn = []
-    for document in range(size.documents):
-        part = slice(document * length, (document + 1) * length)
-        seed = number * size.documents + document
+    drawn, start = [], 0
+    for document, length in enumerate(lengths):
+        part = slice(start, start + length)
         candidates = rows["loss_mask"][part].clone()
         candidates[-size.block_size :] = 0
-        anchors = draw_anchors(candidates, rows["document_ids"][part], per_document, 0, seed)
-        drawn.append(replace(anchors, positions=anchors.positions + torch.where(anchors.valid, part.start, 0)))
-    return Anchors(torch.cat([a.positions for a in drawn]), torch.cat([a.valid for a in drawn]))
+        wanted = size.anchors * length // size.tokens
+        one = draw_anchors(candidates, rows["document_ids"][part], wanted, 0, number * len(lengths) + document)
+        drawn.append(one.positions[one.valid] + start)
+        start += length
+    positions = torch.cat(drawn)
+    padding = size.anchors - len(positions)
+    return Anchors(functional.pad(positions, (0, padding)), torch.arange(size.anchors) < len(positions))
+
+
+def _batches(
+    size: Size, tensors: Mapping[str, Tensor], features: Tensor, anchors: Anchors, lengths: Sequence[int]
+) -> Iterator[Batch]:
+    """A pack's documents as padded batches. `anchors` are in host memory."""
+    starts = [0, *itertools.accumulate(lengths)]
+    positions = anchors.positions[anchors.valid]
+    rows_at_once = size.batch_rows or len(lengths)
+    for first in range(0, len(lengths), rows_at_once):
+        documents = range(first, min(first + rows_at_once, len(lengths)))
+        parts = [slice(starts[document], starts[document + 1]) for document in documents]
+        own = [positions[(positions >= part.start) & (positions < part.stop)] - part.start for part in parts]
+        valid = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in own], batch_first=True)
+        rows = Anchors(pad_sequence(own, batch_first=True), valid)
+        yield Batch(
+            _padded(tensors["input_ids"].long(), parts),
+            _padded(features, parts),
+            _padded(tensors["loss_mask"].long(), parts),
+            rows.to(features.device),
+        )
+
+
+def _padded(row: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Parts of a row [T, ...] below one another, zeros after the shorter ones."""
+    return pad_sequence([row[part] for part in parts], batch_first=True)

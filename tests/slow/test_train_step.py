@@ -36,6 +36,8 @@ from tests.unit.plan import sizes
 
 CPU = torch.device("cpu")
 SMALL = dataclasses.replace(TINY, tokens=128, anchors=6, layers=2)
+REAL = dataclasses.replace(SMALL, tokens=1536, anchors=24, real_documents=True)
+REAL_2 = dataclasses.replace(REAL, batch_rows=2)
 
 
 def test_size_a_is_75_7_tflop() -> None:
@@ -72,8 +74,26 @@ def first_loss(side: Side, size: Size, number: int) -> float:
     return side.last_loss()
 
 
-def test_our_side_has_the_loss_of_the_dense_reference() -> None:
-    assert first_loss(OurSide(SMALL, CPU), SMALL, 1) == pytest.approx(reference_loss(SMALL, 1), rel=1e-5)
+@pytest.mark.parametrize("size", [SMALL, REAL], ids=["equal documents", "real lengths"])
+def test_our_side_has_the_loss_of_the_dense_reference(size: Size) -> None:
+    assert first_loss(OurSide(size, CPU), size, 1) == pytest.approx(reference_loss(size, 1), rel=1e-5)
+
+
+def test_padded_batches_hold_the_documents_and_anchors_of_their_pack() -> None:
+    pack = make_pack(REAL_2, CPU, 1, split_features=False)
+    documents = pack.tensors["document_ids"]
+    starts = [int((documents == number).nonzero()[0]) for number in range(int(documents.max()) + 1)]
+    assert [len(batch.input_ids) for batch in pack.batches] == [2] * (len(starts) // 2) + [1] * (len(starts) % 2)
+    assert len(starts) >= 3 and len({len(batch.input_ids[0]) for batch in pack.batches}) > 1
+    anchored = []
+    for batch, first in zip(pack.batches, range(0, len(starts), 2), strict=True):
+        for row, start in enumerate(starts[first : first + 2]):
+            length = int((documents == first + row).sum())
+            part = pack.tensors["input_ids"][start : start + length].long()
+            assert torch.equal(batch.input_ids[row, :length], part)
+            assert not batch.loss_mask[row, length:].any()
+            anchored += (batch.anchors.positions[row][batch.anchors.valid[row]] + start).tolist()
+    assert anchored == pack.anchors.positions[pack.anchors.valid].tolist()
 
 
 def specforge(size: Size, device: torch.device) -> Side:
@@ -88,11 +108,20 @@ def speculators(size: Size, device: torch.device) -> Side:
     return SpeculatorsSide(size, device)
 
 
-@pytest.mark.parametrize(("package", "make"), [("specforge", specforge), ("speculators", speculators)])
-def test_a_peer_has_the_same_loss(package: str, make: Callable[[Size, torch.device], Side]) -> None:
+@pytest.mark.parametrize(
+    ("package", "make", "size"),
+    [
+        ("specforge", specforge, SMALL),
+        ("specforge", specforge, REAL),
+        ("specforge", specforge, REAL_2),
+        ("speculators", speculators, SMALL),
+    ],
+    ids=["specforge", "specforge, one padded batch", "specforge, batches of two", "speculators"],
+)
+def test_a_peer_has_the_same_loss(package: str, make: Callable[[Size, torch.device], Side], size: Size) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install --no-deps {package}")
-    assert first_loss(make(SMALL, CPU), SMALL, 1) == pytest.approx(reference_loss(SMALL, 1), rel=1e-5)
+    assert first_loss(make(size, CPU), size, 1) == pytest.approx(reference_loss(size, 1), rel=1e-5)
 
 
 def test_a_stand_in_can_be_imported_and_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
