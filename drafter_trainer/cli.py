@@ -17,6 +17,7 @@ from slipstream.entrypoint import run_main
 from slipstream.flag_values import THREADS, within
 from slipstream.listen import read_token
 from slipstream.run_spec.load import describe, load_recipe
+from slipstream.stand_in import answer_as_typed
 from slipstream.telemetry.logs import configure_logging
 
 PROGRAM = "drafter-trainer"
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="one JSON object, for programs")
     agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
+    answer_as_typed(parser, commands)
     return parser
 
 

@@ -26,6 +26,7 @@ from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
+from slipstream.stand_in import answer_as_typed
 from slipstream.telemetry.logs import configure_logging
 from target_server import data_command, lineage_command, operator_command
 from target_server.engine_plan import EnginePlan
@@ -318,6 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     data_command.add_parsers(commands)
     lineage_command.add_parser(commands)
     operator_command.add_parsers(commands)
+    answer_as_typed(parser, commands)
     return parser
 
 

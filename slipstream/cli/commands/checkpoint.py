@@ -112,17 +112,15 @@ def _measured(one: dict[str, Any]) -> tuple[str, str, str]:
 
 def _export(args: argparse.Namespace) -> int:
     """Start `drafter-trainer export`, which needs torch; this process does not."""
-    from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
+    from slipstream.stand_in import run_for
 
     checkpoint = checkpoint_path(args, args.run, f"checkpoint export {{}} --to {args.to} --output DIR")
-    command = [sys.executable, "-m", "drafter_trainer", "export", checkpoint, "--to", args.to]
-    command += ["--output", args.output]
+    command = ["export", checkpoint, "--to", args.to, "--output", args.output]
     for flag, *_ in _PASSED_ON:
         value = getattr(args, _attribute(flag))
         command += [flag, value] if value is not None else []
     command += [flag for flag, _ in _SWITCHES if getattr(args, _attribute(flag))]
-    with sigterm_as_exit(), child_process(command) as export:
-        status = exit_status(export)
+    status = run_for("slipstream checkpoint export", "drafter_trainer", command)
     if status == 0:
         print(f"next: how to serve it is in {args.output}/README.md", file=sys.stderr)
     return status

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_target_server(args: argparse.Namespace, report: Path) -> int:
-    from slipstream.child_processes import child_process, exit_status, sigterm_as_exit
+    from slipstream.stand_in import run_for
 
     flags = ["--report", str(report)]
     for name, value in vars(args).items():
@@ -106,9 +106,8 @@ def _run_target_server(args: argparse.Namespace, report: Path) -> int:
         flags += ["--set", override]
     if args.action == "inspect":
         flags += ["--log-level", "warning"]
-    command = [sys.executable, "-m", "target_server", args.action, *flags, "--", *_sources(args.sources)]
-    with sigterm_as_exit(), child_process(command) as target_server:
-        return exit_status(target_server)
+    words = [args.action, *flags, "--", *_sources(args.sources)]
+    return run_for(f"slipstream data {args.action}", "target_server", words)
 
 
 def _sources(given: list[str]) -> list[str]:

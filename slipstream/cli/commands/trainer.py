@@ -201,13 +201,15 @@ def _unused_device(home: Path) -> str:
 
 def _become_agent(args: argparse.Namespace) -> int:
     """This process goes on as the agent, so that Ctrl-C and signals reach it. The agent says whether it may join."""
+    from slipstream.stand_in import as_typed
+
     access = find_api(args)
     command = [sys.executable, "-m", "drafter_trainer", "worker", "--api", access.address, "--device", args.device]
     for flag, value in (("--name", args.name), ("--runs", args.runs), ("--state", args.state)):
         if value is not None:
             command += [flag, str(value)]
     token = {"SLIPSTREAM_TOKEN": access.token} if access.token else {}
-    os.execve(sys.executable, command, os.environ | token)
+    os.execve(sys.executable, command, os.environ | token | as_typed("slipstream trainer start", "worker"))
 
 
 HANDLERS = {

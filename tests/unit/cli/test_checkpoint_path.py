@@ -20,11 +20,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Arguments of the evaluations that began."""
     commands: list[list[str]] = []
 
-    def child_process(command: list[str]) -> None:
-        commands.append(command[command.index("eval") + 1 :])
+    def run_for(_typed: str, _module: str, arguments: list[str]) -> None:
+        commands.append(arguments[1:])
         raise Started
 
-    monkeypatch.setattr(eval_command, "child_process", child_process)
+    monkeypatch.setattr(eval_command, "run_for", run_for)
     return commands
 
 
