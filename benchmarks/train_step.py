@@ -34,7 +34,7 @@ PEERLESS = ("B",)
 """Sizes with several pack lengths in one run, for which peers have no counterpart."""
 ROUNDS = 3
 BUILD_SECONDS = 500.0
-ANSWER_SECONDS = 300.0
+ANSWER_SECONDS = 600.0
 LEAST_SECONDS = 30.0
 """With less time than this, nothing new is begun."""
 MEMORY_TOKENS = 4000
@@ -243,7 +243,7 @@ class Benchmark:
         ours.measured.profile = ours.ask("profile") or {}
         if ours.measured.size in PEERLESS:
             ours.measured.forward_backward = ours.ask("forward_backward", tokens=MEMORY_TOKENS) or {}
-            ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS, seconds=ours.seconds_left / 2) or {}
+            ours.measured.lengths = ours.ask("lengths", steps=LENGTH_STEPS, seconds=ours.seconds_left * 0.8) or {}
 
     def _measure_pair(self, ours: Seat, other: Seat) -> None:
         steps = -(-self._args.steps // ROUNDS)
