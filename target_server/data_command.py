@@ -1,4 +1,4 @@
-"""`target-server inspect`, `index` and `regenerate`: a recipe's data without a server; two of them without weights."""
+"""`target-server inspect|length|index|regenerate`: a recipe's data without a server; only the last loads weights."""
 
 import argparse
 import json
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 Files: TypeAlias = "Sequence[SourceFile]"
 
 _MAX_NEW_TOKENS = 1024
-COMMANDS = ("inspect", "index", "regenerate")
+COMMANDS = ("inspect", "length", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
 _RECORDS = within(int, 1, 1_000_000_000, "number of records")
 _DOCUMENT = within(int, 1, 1_000_000_000, "number of a document")
+_EPOCHS = within(int, 1, 1_000_000_000, "number of epochs")
 _PROMPTS = within(int, 1, 1_000_000_000, "number of prompts")
 _PROCESSES = within(int, 1, 4096, "number of processes")
 
@@ -64,8 +65,9 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     index = commands.add_parser(
         "index", help="tokenize a recipe's data ahead of a run; goes on where it was broken off"
     )
+    length = commands.add_parser("length", help="how many packs the epochs of a recipe have; downloads nothing")
     regenerate = commands.add_parser("regenerate", help="let the target answer a recipe's prompts; goes on as well")
-    for parser in (inspect, index, regenerate):
+    for parser in (inspect, length, index, regenerate):
         parser.add_argument("sources", nargs="+", metavar="RECIPE|FILE", help="a recipe (.toml), or files of data")
         parser.add_argument("--model", help="whose tokenizer: directory, hub name or .gguf file; else the recipe's")
         parser.add_argument(
@@ -86,6 +88,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     inspect.add_argument(
         "--document", type=_DOCUMENT, default=1, metavar="N", help="whose tokens to report; default: %(default)d"
     )
+    length.add_argument("--epochs", type=_EPOCHS, required=True, metavar="N", help="passes over the data")
     _add_sampling(regenerate)
     index.add_argument("--split", choices=("train", "heldout"), default="train", help="default: %(default)s")
     index.add_argument(
@@ -168,6 +171,18 @@ def _inspect(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseMode
     return inspection.model_copy(update={"remarks": (remark,) if remark else ()})
 
 
+def _length(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
+    from slipstream.target_files import files_at_hand, model_error
+    from slipstream.target_loading import load_tokenizer
+    from target_server.epoch_length import measure_epochs
+
+    if files_at_hand(wanted.target) is None:
+        raise model_error(
+            f"the tokenizer of {wanted.target.model} is not on this machine", "Download the model, or name its path."
+        )
+    return measure_epochs(wanted.data, files, load_tokenizer(wanted.target), args.epochs)
+
+
 def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     with said_when_slow(f"reading the tokenizer of {wanted.target.model} …"):
         from slipstream.target_loading import load_tokenizer
@@ -243,7 +258,7 @@ def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseM
     return regenerate(Regenerator(loaded, sampling), files, args.to, settings=settings, record_format=data.format)
 
 
-_ACTIONS = {"inspect": _inspect, "index": _index, "regenerate": _regenerate}
+_ACTIONS = {"inspect": _inspect, "length": _length, "index": _index, "regenerate": _regenerate}
 
 
 def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[str]) -> Wanted:

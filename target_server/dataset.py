@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.run_spec.spec import DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.data_report import DataReport
-from target_server.data_files import file_stamp, unreadable
+from target_server.data_files import FileStamp, file_stamp, unreadable
 from target_server.document_index import IndexSource, open_index
 from target_server.document_table import DocumentTable
 from target_server.record_encoder import EncodingSettings, Split
@@ -126,24 +126,39 @@ def hash_content(files: Sequence[SourceFile], data: DataSpec) -> str:
     return total.hexdigest()
 
 
+def is_hashed_quickly(files: Sequence[SourceFile]) -> bool:
+    """Whether `hash_content` takes a second and not minutes: it knows the large files already."""
+    known = default_index_root() / "hashes"
+    unknown = [stamp.size for file in files if _remembered(file.path, stamp := file_stamp(file.path), known) is None]
+    return sum(unknown) <= _PARALLEL_FROM_BYTES
+
+
 def _file_hash(path: Path, known: Path) -> bytes:
     """sha256 of a file. Remembered with the file's stamp, as a hundred gigabytes take minutes to read."""
     stamp = file_stamp(path)
-    note = known / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-    try:
-        saved = json.loads(note.read_text(encoding="utf-8"))
-        if saved["stamp"] == asdict(stamp):
-            return bytes.fromhex(saved["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not known yet, or no note of ours: the file itself is read
+    saved = _remembered(path, stamp, known)
+    if saved is not None:
+        return saved
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise unreadable(path, str(error.strerror or error)) from error
     if time.time_ns() - stamp.mtime_ns > _SETTLED_NS and file_stamp(path) == stamp:
-        _remember(note, {"stamp": asdict(stamp), "sha256": digest.hexdigest()})
+        _remember(_note(path, known), {"stamp": asdict(stamp), "sha256": digest.hexdigest()})
     return digest.digest()
+
+
+def _note(path: Path, known: Path) -> Path:
+    return known / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+
+
+def _remembered(path: Path, stamp: FileStamp, known: Path) -> bytes | None:
+    try:
+        saved = json.loads(_note(path, known).read_text(encoding="utf-8"))
+        return bytes.fromhex(saved["sha256"]) if saved["stamp"] == asdict(stamp) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not known yet, or no note of ours
 
 
 def _remember(note: Path, content: dict[str, object]) -> None:

@@ -108,6 +108,12 @@ def open_index(root: Path, source: IndexSource, *, jobs: int = 1) -> tuple[Docum
     return DocumentTable.open(directory), report
 
 
+def find_index(root: Path, source: IndexSource) -> DocumentTable | None:
+    """The documents of a source if they are indexed already."""
+    directory = root / source.key
+    return None if _published_report(directory) is None else DocumentTable.open(directory)
+
+
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """The kernel lets go of it when its holder dies, however that happens."""

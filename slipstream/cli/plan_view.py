@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.cli.display import ABSENT, Column, duration, print_fields, print_table
+from slipstream.epoch_length import EpochLength
 from slipstream.errors import SlipstreamError
-from slipstream.plan.cost import CostPlan
 from slipstream.plan.memory import MemoryPlan, saved_activations
 from slipstream.plan.report import CardFit, RunPlan, ways_to_fit
 from slipstream.plan.search import Fit
@@ -17,8 +17,18 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 
 
-def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_speed: bool) -> None:
-    """Everything, in the order in which one asks."""
+def print_plan(
+    spec: RunSpec, plan: RunPlan, data: EpochLength | str | None, *, assumed_card: bool, assumed_speed: bool
+) -> None:
+    """Everything, in the order in which one asks.
+
+    Args:
+        spec: of the run.
+        plan: of it.
+        data: what its epochs come to, or why that is not known; None where it counts none.
+        assumed_card: no card was given, and this machine has none.
+        assumed_speed: no speed was given.
+    """
     print_fields(_run_fields(spec, plan, assumed_card=assumed_card))
     kind = "Memory" if plan.sizes.on_cpu else "GPU memory"
     print(f"\n{kind} of the trainer on {plan.card.name}, MiB:")
@@ -26,7 +36,7 @@ def print_plan(spec: RunSpec, plan: RunPlan, *, assumed_card: bool, assumed_spee
     print("\nKept for the backward, all layers, MiB:")
     _print_activations(plan.sizes)
     print("\nTime, wire and disk:")
-    print_fields(_cost_fields(plan, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
+    print_fields(_cost_fields(plan, data, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
     print("\nWhat fits:")
     _print_cards(plan.cards if assumed_card else (plan.own, *plan.cards))
 
@@ -109,7 +119,7 @@ def _print_activations(sizes: RunSizes) -> None:
     print_table(columns, rows)
 
 
-def _cost_fields(plan: RunPlan, *, assumed_speed: bool) -> dict[str, str]:
+def _cost_fields(plan: RunPlan, data: EpochLength | str | None, *, assumed_speed: bool) -> dict[str, str]:
     cost = plan.cost
     speed = _flop(plan.tflops * 1e12) + "/s"
     if not assumed_speed:
@@ -125,7 +135,8 @@ def _cost_fields(plan: RunPlan, *, assumed_speed: bool) -> dict[str, str]:
         "speed": speed,
         "time a step": _seconds(cost.step_seconds),
         "tokens": f"{cost.tokens_per_second:,.0f} a second",
-        "the run": _length(cost),
+        "the run": _length(plan, data),
+        **_data_fields(data),
         "wire": f"{gib(cost.wire_bytes_per_pack)} a pack, {gib(cost.wire_bytes_per_second)} a second at that speed",
         "a checkpoint": f"{gib(cost.checkpoint_bytes)} of disk{copy}",
         "checkpoints": f"{gib(cost.disk_bytes)} of disk for those that are kept and one being written",
@@ -157,10 +168,25 @@ def _counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _length(cost: CostPlan) -> str:
+def _length(plan: RunPlan, data: EpochLength | str | None) -> str:
+    cost = plan.cost
     if cost.total_steps is None:
-        return "as long as the data lasts: train.epochs decides"
-    return f"{cost.total_steps:,} steps, {duration(cost.total_seconds)} without waiting for packs"
+        return "as long as the data lasts: train.epochs decides, and its packs are not known"
+    about = "at most " if isinstance(data, str) else ""
+    if isinstance(data, EpochLength) and not data.exact:
+        data_decides = cost.total_steps == data.packs // plan.sizes.packs_per_step
+        about = "about " if data_decides else ""
+    steps, seconds = _counted(cost.total_steps, "step"), duration(cost.total_seconds)
+    return f"{about}{steps}, {seconds} without waiting for packs"
+
+
+def _data_fields(data: EpochLength | str | None) -> dict[str, str]:
+    if data is None:
+        return {}
+    if isinstance(data, str):
+        return {"the data": f"not counted: {data}. --epoch-packs N says it, as `slipstream data inspect` does"}
+    about = "" if data.exact else "about "
+    return {"the data": f"{about}{_counted(data.packs, 'pack')} in {_counted(data.epochs, 'epoch')}, {data.source}"}
 
 
 def _seconds(seconds: float) -> str:

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slipstream.errors import SlipstreamError
 from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops
 from slipstream.plan.heldout import HeldoutCost, heldout_cost, read_answers
 from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
 from slipstream.plan.search import Fit, nearest_fit, single_fits
 from slipstream.plan.sizes import RunSizes, TargetSizes
+from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 
 
@@ -47,7 +49,9 @@ class RunPlan:
     """The run on the known ones; none for a run on a CPU."""
 
 
-def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None = None) -> RunPlan:
+def plan_run(
+    spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None = None, data_packs: int | None = None
+) -> RunPlan:
     """Predict a run on one card, and whether it fits on the known ones.
 
     Args:
@@ -55,20 +59,23 @@ def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None
         target: see `target_sizes`.
         card: to plan for.
         tflops: what the trainer achieves there; None: the assumed share of the card's peak.
+        data_packs: of all epochs of the run, where that is known.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, sizes that do not go together; DATA_INVALID, held-out answers of no use.
+        SlipstreamError: SPEC_INVALID, sizes that do not go together; DATA_INVALID, held-out answers of no use, or data
+            that does not fill one step.
     """
     sizes = RunSizes.of(spec, target)
     answers = read_answers(spec)
     if answers is not None:
         sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
     reached = tflops or assumed_tflops(sizes, card)
+    steps = total_steps(spec, data_packs)
     measuring = None
     if answers is not None:
         seconds = forward_flop(sizes) / (reached * 1e12)
-        measuring = heldout_cost(spec, sizes, answers, forward_seconds=seconds, total_steps=total_steps(spec))
-    own = _card_fit(spec, sizes, card, reached)
+        measuring = heldout_cost(spec, sizes, answers, forward_seconds=seconds, total_steps=steps)
+    own = _card_fit(sizes, card, _cost(spec, sizes, reached, steps))
     return RunPlan(
         sizes=sizes,
         card=card,
@@ -77,16 +84,30 @@ def plan_run(spec: RunSpec, target: TargetSizes, card: Gpu, tflops: float | None
         tflops=reached,
         heldout=measuring,
         own=own,
-        cards=() if sizes.on_cpu else tuple(_card_fit(spec, sizes, gpu, assumed_tflops(sizes, gpu)) for gpu in GPUS),
+        cards=()
+        if sizes.on_cpu
+        else tuple(_card_fit(sizes, gpu, _cost(spec, sizes, assumed_tflops(sizes, gpu), steps)) for gpu in GPUS),
     )
 
 
-def total_steps(spec: RunSpec) -> int | None:
-    """Where the recipe alone decides; epochs need the data."""
+def total_steps(spec: RunSpec, data_packs: int | None = None) -> int | None:
+    """Of a run, as the trainer counts them; None where only the data decides, and its packs are not known.
+
+    Raises:
+        SlipstreamError: DATA_INVALID, the data does not fill one step.
+    """
     train = spec.train
     limits = [] if train.max_steps is None else [train.max_steps]
     if train.max_tokens is not None:
         limits.append(train.max_tokens // (train.packs_per_step * spec.data.pack_tokens))
+    if data_packs is not None:
+        limits.append(data_packs // train.packs_per_step)
+    if 0 in limits:
+        raise SlipstreamError(
+            f"The data does not fill one step: {data_packs} packs, a step takes {train.packs_per_step}.",
+            reason=Reason.DATA_INVALID,
+            remedy="Lower train.packs_per_step or data.pack_tokens, raise train.epochs, or add conversations.",
+        )
     return min(limits, default=None)
 
 
@@ -151,11 +172,11 @@ def fits(plan: RunPlan) -> bool:
     return plan.own.fits
 
 
-def _card_fit(spec: RunSpec, sizes: RunSizes, gpu: Gpu, tflops: float) -> CardFit:
+def _card_fit(sizes: RunSizes, gpu: Gpu, cost: CostPlan) -> CardFit:
     peak = plan_memory(sizes, gpu.memory_bytes).peak_bytes
     nearest = None if peak <= gpu.memory_bytes else nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes)
-    return CardFit(gpu, peak, _cost(spec, sizes, tflops), nearest)
+    return CardFit(gpu, peak, cost, nearest)
 
 
-def _cost(spec: RunSpec, sizes: RunSizes, tflops: float) -> CostPlan:
-    return plan_cost(sizes, tflops=tflops, total_steps=total_steps(spec), keep=spec.checkpoint.keep)
+def _cost(spec: RunSpec, sizes: RunSizes, tflops: float, steps: int | None) -> CostPlan:
+    return plan_cost(sizes, tflops=tflops, total_steps=steps, keep=spec.checkpoint.keep)

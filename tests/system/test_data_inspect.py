@@ -147,3 +147,20 @@ def test_a_data_set_of_a_hub(processes: Processes, tokenizer: Path, tmp_path: Pa
         asked.clear()
         assert "1 used for train" in look("hf_right", 0)
         assert not asked
+
+
+def test_a_plan_counts_the_packs_of_the_epochs(processes: Processes, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps(GOOD)}\n" * 3)
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'name = "mine"\n[target]\nmodel = "{tokenizer}"\n[data]\nfiles = ["talks.jsonl"]\npack_tokens = 128\n'
+        "[train]\nepochs = 2\n"
+    )
+    sizes = "num_layers=8,hidden_size=64,intermediate_size=64,num_attention_heads=4,vocab_size=300"
+    process = processes.start(
+        "slipstream.cli", "plan", recipe, "--memory", "24GiB", "--target-config", sizes, "-o", "json"
+    )
+    assert process.wait_exit(timeout=90) == 0, process.output
+    plan = json.loads(process.output[process.output.index("{") :])
+    assert plan["run"]["steps"] == plan["data"]["packs"] == 2
+    assert plan["data"]["exact"] and plan["data"]["source"] == "counted from all 3 documents"

@@ -4,8 +4,12 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from slipstream.flag_values import within
+
 if TYPE_CHECKING:
+    from slipstream.epoch_length import EpochLength
     from slipstream.plan.gpus import Gpu
+    from slipstream.run_spec.load import LoadedSpec
 
 _LEAST_MEMORY, _LARGEST_MEMORY = 1 << 26, 1 << 50
 _SLOWEST, _FASTEST = 1e-3, 1e6
@@ -32,6 +36,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=parse_memory,
         metavar="SIZE",
         help="of the GPU (for a recipe that trains on a CPU: of the host), 24GiB; default: this machine's",
+    )
+    parser.add_argument(
+        "--epoch-packs",
+        type=within(int, 1, 1_000_000_000_000, "number of packs"),
+        metavar="N",
+        help="packs of one epoch, where train.epochs decides and the data is not on this machine; default: counted",
     )
     parser.add_argument("--tflops", type=parse_tflops, metavar="N", help="that the trainer achieves; default: assumed")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
@@ -67,23 +77,41 @@ def run(args: argparse.Namespace) -> int:
     import recipes
     from slipstream.cli.display import print_json
     from slipstream.cli.plan_view import print_plan, refusal
+    from slipstream.epoch_length import EpochLength
     from slipstream.packaged_model import packaged_copy
     from slipstream.plan.report import as_json, fits, plan_run
     from slipstream.plan.target_sizes import target_sizes
     from slipstream.run_spec.load import load_recipe
 
-    spec = load_recipe(recipes.find_recipe(args.recipe), args.set).spec
+    loaded = load_recipe(recipes.find_recipe(args.recipe), args.set)
+    spec = loaded.spec
     target = target_sizes(spec.target, args.target_config or packaged_copy(spec.target))
     on_cpu = spec.train.attention == "sdpa"
     card, is_limit = cpu_of(args.memory) if on_cpu else card_of(args.memory)
-    plan = plan_run(spec, target, card, args.tflops)
+    length = _length_of(loaded, args.epoch_packs)
+    data_packs = length.packs if isinstance(length, EpochLength) else None
+    plan = plan_run(spec, target, card, args.tflops, data_packs)
     if args.output == "json":
-        print_json({"name": spec.name, "assumed_card": not is_limit, **as_json(plan)})
+        data = length.model_dump() if isinstance(length, EpochLength) else None
+        print_json({"name": spec.name, "assumed_card": not is_limit, **as_json(plan), "data": data})
     else:
-        print_plan(spec, plan, assumed_card=not is_limit, assumed_speed=args.tflops is None)
+        print_plan(spec, plan, length, assumed_card=not is_limit, assumed_speed=args.tflops is None)
     if is_limit and not fits(plan):
         raise refusal(plan)
     return 0
+
+
+def _length_of(loaded: "LoadedSpec", epoch_packs: int | None) -> "EpochLength | str | None":
+    """What the epochs come to, or why it is not known; None where the recipe counts none."""
+    from slipstream.cli.epoch_count import count_epochs
+    from slipstream.epoch_length import EpochLength
+
+    epochs = loaded.spec.train.epochs
+    if epochs is None:
+        return None
+    if epoch_packs is not None:
+        return EpochLength(epochs=epochs, packs=epochs * epoch_packs, exact=False, source="as --epoch-packs says")
+    return count_epochs(loaded)
 
 
 def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":

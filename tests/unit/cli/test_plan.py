@@ -142,8 +142,39 @@ def test_a_recipe_for_a_cpu_is_planned_for_one(recipe: str, capsys: pytest.Captu
     assert "a machine with more memory" in refused.value.remedy
 
 
+def test_the_length_of_epochs(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = (recipe, "--memory", "80GiB", "--set", "train.epochs=3", "--epoch-packs", "100")
+    assert planned(*told) == 0
+    shown = capsys.readouterr().out
+    assert "about 300 steps, " in shown and "about 300 packs in 3 epochs, as --epoch-packs says" in shown
+    assert planned_as_json(capsys, *told)["run"]["steps"] == 300
+    assert planned(*told, "--set", "train.max_steps=7") == 0
+    assert "   7 steps, " in capsys.readouterr().out
+    with pytest.raises(SlipstreamError) as refused:
+        planned(*told, "--set", "train.packs_per_step=301")
+    assert "300 packs, a step takes 301" in refused.value.message
+
+
+def test_epochs_of_data_that_is_not_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(recipe, "--memory", "80GiB", "--set", "train.epochs=3") == 0
+    shown = capsys.readouterr().out
+    assert "at most 1,000 steps" in shown and "not counted: The conversation file " in shown
+    hub = ("--set", 'data.files=["hf://datasets/some/talks"]', "--set", "train.max_steps=", "--set", "train.epochs=3")
+    assert planned(recipe, "--memory", "80GiB", *hub) == 0
+    shown = capsys.readouterr().out
+    assert "train.epochs decides, and its packs are not known" in shown and "--epoch-packs N says it" in shown
+
+
 @pytest.mark.parametrize(
-    "flag", [("--memory", "lots"), ("--memory", "0"), ("--memory", "9" * 400), ("--tflops", "-1"), ("--tflops", "nan")]
+    "flag",
+    [
+        ("--memory", "lots"),
+        ("--memory", "0"),
+        ("--memory", "9" * 400),
+        ("--tflops", "-1"),
+        ("--tflops", "nan"),
+        ("--epoch-packs", "0"),
+    ],
 )
 def test_flags_that_mean_nothing(recipe: str, flag: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as refused:
