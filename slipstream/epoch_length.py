@@ -1,4 +1,4 @@
-"""How many packs a recipe's data makes: written by `target-server length`, shown by `slipstream plan`. No torch here."""
+"""How many packs a recipe's data makes; written by `target-server length`, shown by `slipstream plan`. Torch-free."""
 
 from pydantic import BaseModel, ConfigDict
 
