@@ -10,6 +10,7 @@ from typing import IO
 
 from slipstream.cli.exit_status import DETACHED
 from slipstream.errors import SlipstreamError
+from slipstream.launcher.differing import differences
 from slipstream.launcher.home import (
     Home,
     SupervisorState,
@@ -19,7 +20,7 @@ from slipstream.launcher.home import (
     take_over,
     writing,
 )
-from slipstream.launcher.planning import Wanted, differences, plan_stack
+from slipstream.launcher.planning import Wanted, example_run, plan_stack
 from slipstream.launcher.running import given_up, prepare, start_supervisor, wait_until_ready
 from slipstream.launcher.stack import ServicePart, Stack, read_stack, write_stack
 from slipstream.launcher.supervisor import Supervisor
@@ -97,7 +98,8 @@ def _stay(args: argparse.Namespace, home: Path) -> int:
     def on_state(state: SupervisorState) -> None:
         if state.state == "READY" and not seen.announced:
             seen.announced = True
-            _announce(args, home, state, "Ctrl-C stops it in order, trainers save first; a second Ctrl-C hurries")
+            ending = "Ctrl-C stops it in order, trainers save first; a second Ctrl-C hurries"
+            _announce(args, read_stack(home), state, ending)
         if state.state != "STOPPING":
             seen.state = state
 
@@ -123,7 +125,7 @@ def _detach(args: argparse.Namespace, home: Path, lock: IO[bytes]) -> int:
     except KeyboardInterrupt:
         _say(f"the stack goes on coming up in the background; `slipstream down{_flags(args)}` stops it")
         return DETACHED
-    _announce(args, home, state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")
+    _announce(args, read_stack(home), state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")
     return 0
 
 
@@ -141,26 +143,28 @@ def _already_up(args: argparse.Namespace, home: Path, wanted: Wanted) -> int:
             remedy="Try again in a moment.",
         )
     if found := differences(wanted, stack):
+        create = "; a run gets its own with `slipstream run create RECIPE --set KEY=VALUE`" if wanted.overrides else ""
         raise SlipstreamError(
-            f"a stack with other settings is up in {home}: {'; '.join(found)}",
+            f"a stack with other settings is up in {home}, and nothing of it was changed. Asked is {'; '.join(found)}.",
             reason=Reason.STACK_DIFFERS,
-            remedy=f"Stop it with `slipstream down{_flags(args)}` first (its runs go on afterwards), or give another "
-            "--home.",
+            remedy=f"Stop it with `slipstream down{_flags(args)}` and give this `slipstream up` again: its runs go on "
+            f"from where they were saved. Or give another --home{create}.",
         )
     if state.state == "DEGRADED":
         write_stack(home, stack)  # a change, if only of the time: the supervisor tries again
         _say("what had been given up is tried again")
     _say("already up")
-    _announce(args, home, state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")
+    if wanted.recipe is not None and stack.target is not None:
+        stack = stack.model_copy(update={"example": example_run(wanted, stack.target.model, stack.trainers)})
+    _announce(args, stack, state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")
     return 0
 
 
-def _announce(args: argparse.Namespace, home: Path, state: SupervisorState, ending: str) -> None:
+def _announce(args: argparse.Namespace, stack: Stack | None, state: SupervisorState, ending: str) -> None:
     """Where everything is, and what to do next."""
     if args.output == "json":
         _print(state.model_dump_json())
         return
-    stack = read_stack(home)
     trainers = ", ".join(trainer.name for trainer in stack.trainers) if stack else ""
     _print(f"control API  {state.api}")
     _print(f"dashboard    {state.dashboard}")
@@ -169,7 +173,7 @@ def _announce(args: argparse.Namespace, home: Path, state: SupervisorState, endi
     if stack and stack.target:
         _print(f"target       {stack.target.name} at {state.target}: {stack.target.model.model}")
     _print(f"trainers     {trainers or 'none'}")
-    _print(f"logs         {Home(home).logs}")
+    _print(f"logs         {Home(home_directory(args.home)).logs}")
     if stack and stack.example:
         _say(f"next: slipstream run create {shlex.join(stack.example)}{_flags(args)}")
     _say(ending)

@@ -89,7 +89,7 @@ def plan_stack(wanted: Wanted, before: Stack | None, *, working_directory: Path)
     Raises:
         SlipstreamError: SPEC_INVALID; MODEL_INVALID; ENVIRONMENT_UNSUPPORTED, a device that is not there.
     """
-    _check(wanted)
+    require_sense(wanted)
     begins_target = before is not None and before.target is None and (wanted.devices or wanted.target_listen)
     base = None if wanted.names_a_target or begins_target else before
     if base is None:
@@ -130,6 +130,38 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
     return spec.target, tuple(dict.fromkeys(places))
 
 
+def require_sense(wanted: Wanted) -> None:
+    """Refuse what makes no sense, before anything is asked or read.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID; ENVIRONMENT_UNSUPPORTED.
+    """
+    for device in (*wanted.trainer_devices, *_target_devices(wanted)[:1]):
+        require_device(device)
+    if len(_target_devices(wanted)) != 1 or wanted.tensor_parallel is not None:
+        engine_groups(wanted.devices, wanted.tensor_parallel or 1)
+    if wanted.trainers is not None and wanted.trainer_devices and wanted.trainers != len(wanted.trainer_devices):
+        raise SlipstreamError(
+            f"--trainers is {wanted.trainers}, --trainer-devices names {len(wanted.trainer_devices)}",
+            reason=Reason.SPEC_INVALID,
+            remedy="Give one of the two.",
+        )
+    if wanted.no_target and (wanted.names_a_target or wanted.devices or wanted.tensor_parallel or wanted.target_listen):
+        raise SlipstreamError(
+            "--no-target, and yet something is said of the target",
+            reason=Reason.SPEC_INVALID,
+            remedy="Leave out one of the two.",
+        )
+    for flag, text in (("--listen", wanted.listen), ("--target-listen", wanted.target_listen)):
+        if text is not None:
+            try:
+                ListenAddress.parse(text)
+            except SlipstreamError as error:
+                raise SlipstreamError(
+                    f"{flag} is {text!r}, expected HOST:PORT", reason=error.reason, remedy=error.remedy
+                ) from error
+
+
 def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
     """Who computes where.
 
@@ -155,36 +187,6 @@ def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:
         target_threads = max(1, cores // 2) if on_cpu else cores
     rest = cores - (target_threads or 0)
     return Placement(target, target_threads, trainers, max(1, rest // on_cpu) if on_cpu else None)
-
-
-def differences(wanted: Wanted, running: Stack) -> list[str]:
-    """What is said and is not so in a stack that runs, each in words.
-
-    Raises:
-        SlipstreamError: what is said makes no sense.
-    """
-    _check(wanted)
-    target = running.target
-    model = resolve_target(wanted)[0] if wanted.names_a_target and not wanted.no_target else None
-    devices = tuple(trainer.device for trainer in running.trainers)
-    roots = {str(root.absolute()) for root in wanted.data_roots}
-    said = {
-        "the target is another": model is not None and (target is None or target.model != model),
-        f"--listen {wanted.listen}": wanted.listen not in (None, running.api.listen, running.api.address),
-        f"--target-listen {wanted.target_listen}": wanted.target_listen is not None
-        and (target is None or wanted.target_listen not in (target.listen, target.address)),
-        f"--devices {wanted.devices}": wanted.devices is not None
-        and (target is None or target.device != wanted.devices),
-        f"--tensor-parallel {wanted.tensor_parallel}": wanted.tensor_parallel is not None
-        and (target is None or target.tensor_parallel != wanted.tensor_parallel),
-        f"--trainers {wanted.trainers}": wanted.trainers not in (None, len(devices)),
-        f"--trainer-devices {','.join(wanted.trainer_devices)}": bool(wanted.trainer_devices)
-        and wanted.trainer_devices != devices,
-        "--no-target": wanted.no_target and target is not None,
-        "--data-root": not roots <= set(running.data_roots),
-        "--token-file": wanted.token_file is not None and str(wanted.token_file.absolute()) != running.token_file,
-    }
-    return [words for words, differs in said.items() if differs]
 
 
 def choose_address(listen: str, before: str | None) -> str:
@@ -261,11 +263,11 @@ def _placed(stack: Stack, wanted: Wanted, base: Stack | None, model: TargetSpec 
         tensor_parallel=ranks,
         threads=threads,
     )
-    example = stack.example or _example(wanted, model, stack.trainers)
+    example = stack.example or example_run(wanted, model, stack.trainers)
     return stack.model_copy(update={"target": target, "example": example})
 
 
-def _example(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...]) -> tuple[str, ...]:
+def example_run(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, ...]) -> tuple[str, ...]:
     """Arguments of `slipstream run create` for the recipe that the stack was planned from, so that its trainers can
     train it."""
     overrides = list(wanted.overrides)
@@ -301,34 +303,6 @@ def _trainers(placement: Placement) -> tuple[TrainerPart, ...]:
         threads = placement.trainer_threads if device == "cpu" else None
         trainers.append(TrainerPart(name=name, device=device, threads=threads))
     return tuple(trainers)
-
-
-def _check(wanted: Wanted) -> None:
-    """Refuse what makes no sense, before anything is asked or read."""
-    for device in (*wanted.trainer_devices, *_target_devices(wanted)[:1]):
-        require_device(device)
-    if len(_target_devices(wanted)) != 1 or wanted.tensor_parallel is not None:
-        engine_groups(wanted.devices, wanted.tensor_parallel or 1)
-    if wanted.trainers is not None and wanted.trainer_devices and wanted.trainers != len(wanted.trainer_devices):
-        raise SlipstreamError(
-            f"--trainers is {wanted.trainers}, --trainer-devices names {len(wanted.trainer_devices)}",
-            reason=Reason.SPEC_INVALID,
-            remedy="Give one of the two.",
-        )
-    if wanted.no_target and (wanted.names_a_target or wanted.devices or wanted.tensor_parallel or wanted.target_listen):
-        raise SlipstreamError(
-            "--no-target, and yet something is said of the target",
-            reason=Reason.SPEC_INVALID,
-            remedy="Leave out one of the two.",
-        )
-    for flag, text in (("--listen", wanted.listen), ("--target-listen", wanted.target_listen)):
-        if text is not None:
-            try:
-                ListenAddress.parse(text)
-            except SlipstreamError as error:
-                raise SlipstreamError(
-                    f"{flag} is {text!r}, expected HOST:PORT", reason=error.reason, remedy=error.remedy
-                ) from error
 
 
 def _listen(said: str | None, otherwise: str) -> str:

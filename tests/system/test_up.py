@@ -168,6 +168,10 @@ def test_one_target_on_two_devices(stack: LocalStack, tiny_recipe: Path, tmp_pat
     stack.up_detached(tiny_recipe, "--devices", "cpu,cpu", "--tensor-parallel", "2", "--trainers", "0", *FREE_PORTS)
     log = Home(stack.home).log_file("target").read_text()
     assert re.search(r"engine_started engine=engine-0 .*pids=\d+,\d+", log), log
+    refused = stack.up(tiny_recipe, "--detach", "--set", "train.max_steps=7")
+    assert refused.wait_exit() == 18
+    assert "Asked is --set train.max_steps=7 (it has its recipe's)." in refused.output
+    assert "run create RECIPE --set KEY=VALUE" in refused.output
     data = data_spec_json(write_conversations(tmp_path / "conversations.jsonl"))
     address = stack.state.target
     assert address is not None

@@ -8,10 +8,10 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.launcher import planning
+from slipstream.launcher.differing import differences
 from slipstream.launcher.planning import (
     Wanted,
     choose_address,
-    differences,
     place,
     plan_stack,
     with_addresses,
@@ -216,7 +216,10 @@ def test_engines_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     for stack in (before, again):
         assert stack.target is not None and (stack.target.device, stack.target.tensor_parallel) == ("cpu,cpu", 2)
     assert differences(Wanted(tensor_parallel=2, devices="cpu,cpu"), before) == []
-    assert differences(Wanted(tensor_parallel=1, devices="cpu"), before) == ["--devices cpu", "--tensor-parallel 1"]
+    assert differences(Wanted(tensor_parallel=1, devices="cpu"), before) == [
+        "--devices cpu (it has cpu,cpu)",
+        "--tensor-parallel 1 (it has 2)",
+    ]
 
 
 def test_nothing_is_asked_of_torch_where_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +235,36 @@ def test_differences_are_named() -> None:
     assert differences(Wanted(model="some/model", overrides=("target.dtype=float32",)), running) == []
     wanted = Wanted(listen="127.0.0.1:9", trainers=2, devices="cuda", data_roots=(Path("/x"),), model="a/b")
     assert differences(wanted, running) == [
-        "the target is another",
-        "--listen 127.0.0.1:9",
-        "--devices cuda",
-        "--trainers 2",
-        "--data-root",
+        "the target a/b in float32 (it has some/model in float32)",
+        "--devices cuda (it has cpu)",
+        "--trainers 2 (it has 1)",
+        "--listen 127.0.0.1:9 (it has 127.0.0.1:8080)",
+        "--data-root /x (it has /data/recipe /data)",
     ]
-    assert differences(Wanted(no_target=True), running) == ["--no-target"]
-    assert differences(Wanted(token_file=Path("/token")), running) == ["--token-file"]
+    assert differences(Wanted(no_target=True), running) == ["--no-target (it has the target some/model)"]
+    assert differences(Wanted(token_file=Path("/token")), running) == ["--token-file /token (it has no token)"]
+    alone = a_stack(target=None)
+    assert differences(Wanted(devices="cpu", target_listen="127.0.0.1:9"), alone) == [
+        "--devices cpu (it has no target)",
+        "--target-listen 127.0.0.1:9 (it has no target)",
+    ]
+    assert differences(Wanted(no_target=True), alone) == []
+
+
+def test_settings_of_runs_that_a_stack_was_not_brought_up_with(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpus=0)
+    running = plan(Wanted(recipe=str(recipe), overrides=("train.max_steps=5", "train.seed=1")))
+
+    def asked(*overrides: str) -> list[str]:
+        return differences(Wanted(recipe=str(recipe), overrides=overrides), running)
+
+    assert asked() == asked("train.max_steps = 5") == []
+    assert asked("train.max_steps=6", "train.seed=1", "drafter.num_layers=2") == [
+        "--set train.max_steps=6 (it has 5)",
+        "--set drafter.num_layers=2 (it has its recipe's)",
+    ]
+    model = recipe.parent / "model"
+    assert asked("target.dtype=bfloat16") == [f"the target {model} in bfloat16 (it has {model} in float32)"]
 
 
 def test_a_port_is_chosen_once(taken_port: int) -> None:
