@@ -23,7 +23,7 @@ from slipstream.machine_probe import usable_cores
 from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
-from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.problems import problems_of
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, TargetSpec
 from slipstream.stand_in import answer_as_typed
@@ -98,9 +98,7 @@ def read_target(recipe: str | None, model: str | None, overrides: Sequence[str])
     try:
         return TargetSpec.model_validate_json(json.dumps(table["target"]), strict=True), None
     except ValidationError as error:
-        problems = [
-            describe_problem({**each, "loc": ("target", *each["loc"])}, {}) for each in error.errors(include_url=False)
-        ]
+        problems = [text for _, text in problems_of(error, {}, below=("target",))]
     raise SlipstreamError("; ".join(problems) + ".", reason=Reason.SPEC_INVALID, remedy="Correct the --set flags.")
 
 

@@ -18,7 +18,7 @@ from slipstream.flag_values import THREADS, TOKENS, within
 from slipstream.packaged_model import target_here
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
-from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.problems import problems_of
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, EvalSpec, TargetSpec
 
@@ -291,9 +291,9 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
     try:
         given = _Given.model_validate_json(json.dumps(table), strict=True)
     except ValidationError as error:
-        problems = [describe_problem(each, {}) for each in error.errors(include_url=False)]
+        problems = problems_of(error, {})
         raise SlipstreamError(
-            "; ".join(problems) + ".", reason=Reason.SPEC_INVALID, remedy="Correct the --set flags."
+            "; ".join(text for _, text in problems) + ".", reason=Reason.SPEC_INVALID, remedy="Correct the --set flags."
         ) from error
     return Wanted(given.target, given.data)
 

@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.locate import key_lines
 from slipstream.run_spec.overrides import Override, apply_overrides, parse_override
-from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.problems import problems_of
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.run_spec.suggestions import nearest
@@ -196,10 +196,7 @@ def _validate(recipe: dict[str, Any], path: Path, sources: Mapping[str, str]) ->
     try:
         return RunSpec.model_validate_json(json.dumps(recipe, default=str), strict=True)
     except ValidationError as invalid:
-        problems = [
-            (".".join(map(str, error["loc"])), describe_problem(error, sources))
-            for error in invalid.errors(include_url=False)
-        ]
+        problems = problems_of(invalid, sources)
     raise SpecInvalidError(
         f"{path} does not define a run:\n  " + "\n  ".join(text for _, text in problems),
         problems=problems,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -30,7 +30,33 @@ _LIMITS = {
     "less_than_equal": ("at most", "le"),
     "multiple_of": ("a multiple of", "multiple_of"),
 }
+_UNIONS = {
+    "target.compile": "'auto', true or false",
+    "drafter.options.": "true, false, a number or a string",
+    "train.activation_checkpointing": "true, false, or a number of layers, at least 1",
+    "train.cuda_graphs": "'auto', true or false",
+}
+"""What belongs there: pydantic reports every type that would have been right, each under a name of its own."""
 _FOUND_CHARACTERS = 60
+
+
+def problems_of(
+    invalid: ValidationError, sources: Mapping[str, str], below: tuple[str, ...] = ()
+) -> list[tuple[str, str]]:
+    """Dotted key and line of every problem, each once.
+
+    Args:
+        invalid: what pydantic found.
+        sources: as of `describe_problem`.
+        below: of which table of a recipe the model is.
+    """
+    errors: list[ErrorDetails] = [
+        {**error, "loc": (*below, *error["loc"])} for error in invalid.errors(include_url=False)
+    ]
+    # An entry of a wrong type is not counted either; that the array is too short then says nothing.
+    arrays = {error["loc"][:-1] for error in errors}
+    told = [error for error in errors if not (error["type"] == "too_short" and error["loc"] in arrays)]
+    return list(dict.fromkeys((_key(error["loc"]), describe_problem(error, sources)) for error in told))
 
 
 def describe_problem(error: ErrorDetails, sources: Mapping[str, str]) -> str:
@@ -41,12 +67,23 @@ def describe_problem(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         sources: where keys and tables were set, by dotted key.
     """
     location = error["loc"]
-    key = ".".join(str(part) for part in location)
+    key = _key(location)
     source = _nearest_source(location, sources)
     subject = f"{key}: " if key else ""
     hint = _override_hint(key, error) if source == "override" else ""
     where = f"{source}: " if source else ""
     return f"{where}{subject}{_complaint(key, error)}{hint}"
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Dotted, without what pydantic calls the types of a union."""
+    key = ".".join(str(part) for part in location)
+    union = _union_of(key)
+    return key if union is None else ".".join(key.split(".")[: len(union.split("."))])
+
+
+def _union_of(key: str) -> str | None:
+    return next((union for union in _UNIONS if f"{key}.".startswith(f"{union.rstrip('.')}.")), None)
 
 
 def _complaint(key: str, error: ErrorDetails) -> str:
@@ -59,7 +96,8 @@ def _complaint(key: str, error: ErrorDetails) -> str:
         last = error["loc"][-1]
         return f"missing; expected {_field_help(error['loc'])}" if isinstance(last, str) else "missing entry"
     found = _describe_value(error["input"])
-    return f"found {found}, expected {_expected(kind, context, error)}"
+    union = _union_of(key)
+    return f"found {found}, expected {_expected(kind, context, error) if union is None else _UNIONS[union]}"
 
 
 def _expected(kind: str, context: Mapping[str, Any], error: ErrorDetails) -> str:
@@ -74,7 +112,8 @@ def _expected(kind: str, context: Mapping[str, Any], error: ErrorDetails) -> str
         return choices + (f"; did you mean {close!r}?" if close else "")
     if kind in ("too_short", "too_long"):
         bound = context.get("min_length", context.get("max_length"))
-        return f"{'at least' if kind == 'too_short' else 'at most'} {bound} entries"
+        entries = "entry" if bound == 1 else "entries"
+        return f"{'at least' if kind == 'too_short' else 'at most'} {bound} {entries}"
     if kind == "string_pattern_mismatch":
         return _field_help(error["loc"])
     return error["msg"]
@@ -112,6 +151,8 @@ def _describe_value(value: Any) -> str:
 def _override_hint(key: str, error: ErrorDetails) -> str:
     """How to quote an override whose value was read as another TOML type than the one that was meant."""
     value = json.dumps(error["input"], ensure_ascii=False)
+    if isinstance(error["loc"][-1], int) or _union_of(key) is not None:
+        return ""
     if error["type"] == "string_type":
         return f"; write {key}='\"{value}\"'"
     if error["type"] == "tuple_type":

@@ -1,13 +1,18 @@
 """Recipes and overrides: what is accepted, what is refused and in which words, where each value came from."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.run_spec.load import LoadedSpec, canonical_json, describe, load_recipe
+from slipstream.run_spec import problems
+from slipstream.run_spec.load import LoadedSpec, SpecInvalidError, canonical_json, describe, load_recipe
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec
+from slipstream.run_spec.spec import DataSpec, RunSpec
 
 RECIPE = """\
 name = "first"
@@ -169,6 +174,45 @@ def test_missing_tables_say_what_they_need(tmp_path: Path) -> None:
     assert "recipe.toml:2: target.model: missing; expected a local directory, a hub name, or a .gguf file" in message
     assert "\n  data: missing; expected a table with files" in message
     assert "\n  train: missing; expected a table; the training loop." in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            'train.activation_checkpointing="x"',
+            'checkpointing: found "x" (string), expected true, false, or a number of layers, at least 1',
+        ),
+        ("train.activation_checkpointing=0", "found 0 (integer), expected true, false, or a number of layers"),
+        ("train.cuda_graphs=3", "train.cuda_graphs: found 3 (integer), expected 'auto', true or false"),
+        ("target.compile='never'", "target.compile: found \"never\" (string), expected 'auto', true or false"),
+        ("drafter.options={a=[1]}", "drafter.options.a: found [1] (array), expected true, false, a number or a string"),
+        ("data.files=[1]", "data.files.0: found 1 (integer), expected a string"),
+        ("data.files=[]", "data.files: found [] (array), expected at least 1 entry"),
+    ],
+)
+def test_one_line_a_problem_without_the_names_of_types(recipe: Path, override: str, words: str) -> None:
+    with pytest.raises(SpecInvalidError) as refused:
+        load_recipe(recipe, [override])
+    ((key, text),) = refused.value.problems
+    assert words in text and f"override: {key}: " in text and "write" not in text
+
+
+def test_every_setting_of_several_types_says_what_belongs_there() -> None:
+    """pydantic's own names of the types of a union would be told otherwise."""
+
+    def unions(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            kind: Any = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from unions(kind, f"{prefix}{name}.")
+                continue
+            if get_origin(kind) is dict:
+                kind, name = get_args(kind)[1], f"{name}."
+            if get_origin(kind) in (Union, UnionType) and len(set(get_args(kind)) - {NoneType}) > 1:
+                yield prefix + name
+
+    assert set(unions(RunSpec, "")) == problems._UNIONS.keys()
 
 
 def test_overrides_of_another_type_say_how_to_quote(recipe: Path) -> None:
