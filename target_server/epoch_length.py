@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from slipstream.counted import counted
 from slipstream.epoch_length import EpochLength
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -53,7 +54,7 @@ def measure_epochs(
         source = IndexSource(files, hash_content(files, data), tokenizer, settings)
         table = find_index(default_index_root(), source)
         if table is not None:
-            return _length(table, data, epochs, f"the index of {len(table):,} documents")
+            return _length(table, data, epochs, f"the index of {counted(len(table), 'document')}")
     picked = [files[number * len(files) // _MOST_FILES] for number in range(_MOST_FILES)]
     picked = picked if len(files) > _MOST_FILES else list(files)
     limit = max(_LEAST_RECORDS, _MOST_RECORDS // len(picked))
@@ -68,7 +69,7 @@ def measure_epochs(
         )
     table = DocumentTable(encode_documents([(document, 0, 0) for each in tables for document in each]))
     if len(picked) == len(files) and all(sample.share == 1.0 for sample in samples):
-        return _length(table, data, epochs, f"all {len(table):,} documents")
+        return _length(table, data, epochs, "the only document" if len(table) == 1 else f"all {len(table):,} documents")
     # Of a file what its sample says, of files that were not opened what the others say.
     sizes = [file_stamp(file.path).size for file in picked]
     tokens = sum(

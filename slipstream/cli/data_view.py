@@ -5,6 +5,7 @@ from itertools import groupby
 
 from rich.text import Text
 
+from slipstream.counted import counted
 from slipstream.data_inspection import InspectedDocument, InspectedSource, Inspection, Lengths, Token
 
 _FEW_TOKENS = 400
@@ -33,7 +34,7 @@ def inspection_view(inspection: Inspection, *, whole: bool, colour: bool) -> Ite
     if inspection.lengths is not None:
         yield Text()
         yield from _lengths(inspection.lengths, inspection.max_document_tokens)
-        packs = f"{inspection.packs:,} packs of {inspection.pack_tokens:,} tokens"
+        packs = f"{counted(inspection.packs, 'pack')} of {inspection.pack_tokens:,} tokens"
         yield Text(f"  {packs} an epoch, {inspection.filled:.1%} filled")
     for document in inspection.documents:
         yield Text()
@@ -41,9 +42,13 @@ def inspection_view(inspection: Inspection, *, whole: bool, colour: bool) -> Ite
 
 
 def _source(source: InspectedSource) -> Iterator[Text]:
-    read = "all of it" if source.complete else f"its first {source.report.read:,} records"
-    yield Text.assemble((source.name, "bold"), f"  {source.size_bytes / 1e6:,.1f} MB, {read}")
+    read = "all of it" if source.complete else f"its first {counted(source.report.read, 'record')}"
+    yield Text.assemble((source.name, "bold"), f"  {_size(source.size_bytes)}, {read}")
     yield from _report_lines(source.report.summary_lines())
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 100_000 else counted(size, "byte")
 
 
 def _report_lines(lines: Iterable[str]) -> Iterator[Text]:
@@ -66,18 +71,20 @@ def _lengths(lengths: Lengths, limit: int) -> Iterator[Text]:
 
 def _document(document: InspectedDocument, *, whole: bool, colour: bool) -> Iterator[Text]:
     supervised = sum(token.supervised for token in document.tokens)
+    # A record without an id of its own has its place for one.
+    name = document.id if document.id == document.where else f"{document.id} ({document.where})"
     yield Text.assemble(
         (f"document {document.number}", "bold"),
-        f"  {document.id} ({document.where}): {len(document.tokens):,} tokens, {supervised:,} supervised",
+        f"  {name}: {counted(len(document.tokens), 'token')}, {supervised:,} supervised",
     )
     marked = ("supervised", "black on green") if colour else ("⟦supervised⟧", "")
     yield Text.assemble("  ", marked, ", ", ("special", "bold magenta"), ", ↵ and → stand for line ends and tabs")
     tokens, before, after = _cut(document.tokens, whole=whole)
     if before:
-        yield Text(f"  … {before:,} tokens before …", "dim")
+        yield Text(f"  … {counted(before, 'token')} before …", "dim")
     yield _tokens(tokens, colour=colour)
     if after:
-        yield Text(f"  … {after:,} more tokens; --document {document.number} shows all", "dim")
+        yield Text(f"  … {counted(after, 'more token')}; --document {document.number} shows all", "dim")
 
 
 def _cut(tokens: tuple[Token, ...], *, whole: bool) -> tuple[tuple[Token, ...], int, int]:

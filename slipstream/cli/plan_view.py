@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream.cli.display import ABSENT, Column, duration, print_fields, print_table
+from slipstream.counted import counted
 from slipstream.epoch_length import EpochLength
 from slipstream.errors import SlipstreamError
 from slipstream.plan.memory import MemoryPlan, saved_activations
@@ -80,9 +81,9 @@ def _run_fields(spec: RunSpec, plan: RunPlan, *, assumed_card: bool) -> dict[str
     sizes = plan.sizes
     fields = {
         "run": spec.name,
-        "drafter": f"{sizes.parameters / 1e6:,.1f} M parameters, {_counted(sizes.num_layers, 'layer')} of "
+        "drafter": f"{sizes.parameters / 1e6:,.1f} M parameters, {counted(sizes.num_layers, 'layer')} of "
         f"{sizes.hidden_size}",
-        "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {_counted(sizes.num_features, 'feature')}, "
+        "step": f"{sizes.packs_per_step} x {sizes.pack_tokens} tokens, {counted(sizes.num_features, 'feature')}, "
         f"{sizes.anchors_per_pack} anchors of {sizes.block_size}",
         "memory": _verdict(plan.own),
     }
@@ -153,19 +154,15 @@ def _heldout_fields(spec: RunSpec, plan: RunPlan) -> dict[str, str]:
     total = found.total_seconds
     in_run = "" if total is None else f"; {found.measurements:,} in the run, {_seconds(total)}"
     return {
-        "held-out": f"{_counted(found.answers, 'answer')}, {found.tokens:,} tokens in {_counted(found.packs, 'pack')}: "
+        "held-out": f"{counted(found.answers, 'answer')}, {found.tokens:,} tokens in {counted(found.packs, 'pack')}: "
         f"read once, {gib(found.host_bytes)} of host memory",
-        "a measurement": f"{_counted(found.forwards, 'forward')}, {_seconds(found.seconds)}{in_run}",
+        "a measurement": f"{counted(found.forwards, 'forward')}, {_seconds(found.seconds)}{in_run}",
     }
 
 
 def _flop(number: float) -> str:
     """In TFLOP, or in GFLOP where that would be a fraction."""
     return f"{number / 1e12:,.1f} TFLOP" if number >= 1e12 else f"{number / 1e9:,.1f} GFLOP"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _length(plan: RunPlan, data: EpochLength | str | None) -> str:
@@ -176,7 +173,7 @@ def _length(plan: RunPlan, data: EpochLength | str | None) -> str:
     if isinstance(data, EpochLength) and not data.exact:
         data_decides = cost.total_steps == data.packs // plan.sizes.packs_per_step
         about = "about " if data_decides else ""
-    steps, seconds = _counted(cost.total_steps, "step"), duration(cost.total_seconds)
+    steps, seconds = counted(cost.total_steps, "step"), duration(cost.total_seconds)
     return f"{about}{steps}, {seconds} without waiting for packs"
 
 
@@ -186,7 +183,7 @@ def _data_fields(data: EpochLength | str | None) -> dict[str, str]:
     if isinstance(data, str):
         return {"the data": f"not counted: {data}. --epoch-packs N says it, as `slipstream data inspect` does"}
     about = "" if data.exact else "about "
-    return {"the data": f"{about}{_counted(data.packs, 'pack')} in {_counted(data.epochs, 'epoch')}, {data.source}"}
+    return {"the data": f"{about}{counted(data.packs, 'pack')} in {counted(data.epochs, 'epoch')}, {data.source}"}
 
 
 def _seconds(seconds: float) -> str:

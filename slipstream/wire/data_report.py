@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from slipstream.counted import counted
+
 MAX_EXAMPLES = 5
 
 
@@ -142,15 +144,15 @@ class DataReport(BaseModel):
         """The report in words, most important first, one line each."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         lines = [
-            f"{self.read:,} conversations read: {self.used:,} used for {self.split}, "
+            f"{counted(self.read, 'conversation')} read: {self.used:,} used for {self.split}, "
             f"{self.other_split:,} in the other split, {self.num_dropped:,} dropped",
-            f"{self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{counted(self.documents, 'document')}, {counted(self.tokens, 'token')}, "
             f"{self.supervised_tokens:,} of them supervised ({share:.0%})",
         ]
         lines += [f"dropped {entry.in_words()}" for entry in self.dropped]
         lines += [f"note {entry.in_words()}" for entry in self.notes]
         if self.mask_samples:
-            lines.append(f"loss mask verified on {self.mask_samples:,} conversations")
+            lines.append(f"loss mask verified on {counted(self.mask_samples, 'conversation')}")
         return lines
 
 
@@ -196,7 +198,7 @@ class ReportBuilder:
 
     def _keep_example(self, finding: Finding, where: str) -> None:
         examples = self._examples.setdefault(finding, [])
-        if len(examples) < MAX_EXAMPLES:
+        if len(examples) < MAX_EXAMPLES and where not in examples:
             examples.append(where)
 
     def _counts(self, counter: Counter[Finding]) -> tuple[FindingCount, ...]:

@@ -58,7 +58,7 @@ def test_tokens_lengths_cuts_and_drops(processes: Processes, mixed: Path, tokeni
     assert "<|im_start|>assistant↵\n⟦Hello there<|im_end|>⟧" in output
     assert re.search(r"≤ +256 +1 █", output) and "longest 256; cut at 256" in output
     third = inspect(processes, mixed, *flags, "--document", "3").output
-    assert "document 3  mixed.jsonl:5 (mixed.jsonl:5): 1 tokens, 1 supervised" in third
+    assert "document 3  mixed.jsonl:5: 1 token, 1 supervised" in third
 
 
 def test_the_same_as_json(processes: Processes, mixed: Path, tokenizer: Path) -> None:
@@ -78,7 +78,7 @@ def test_strict_and_nothing_usable(processes: Processes, mixed: Path, tokenizer:
     empty.write_text("oops\n")
     nothing = inspect(processes, empty, "--model", tokenizer, status=3).output
     assert "dropped 1: the line is not valid JSON (empty.jsonl:1)" in nothing
-    assert "None of 1 records is usable" in nothing
+    assert "The only record is not usable" in nothing
     empty.write_text("\n")
     assert "The files hold no record at all." in inspect(processes, empty, "--model", tokenizer, status=3).output
 

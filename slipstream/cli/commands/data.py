@@ -135,6 +135,7 @@ def _show_inspection(text: str, args: argparse.Namespace) -> int:
 
 
 def _show_report(text: str, args: argparse.Namespace) -> int:
+    from slipstream.counted import counted
     from slipstream.wire.data_report import DataReport
 
     report = DataReport.model_validate_json(text)
@@ -142,7 +143,7 @@ def _show_report(text: str, args: argparse.Namespace) -> int:
         print("\n".join(report.summary_lines()))
     elif args.output == "text":
         where = f" in {args.to}" if args.to else ""
-        print(f"{report.read:,} prompts read: {report.used:,} answered{where}, {report.num_dropped:,} dropped")
+        print(f"{counted(report.read, 'prompt')} read: {report.used:,} answered{where}, {report.num_dropped:,} dropped")
         print("".join(f"dropped {entry.in_words()}\n" for entry in report.dropped), end="")
     return _judge(report, strict=args.strict)
 
@@ -159,7 +160,7 @@ def _judge(report: "DataReport", *, strict: bool) -> int:
         )
     if report.used + report.other_split == 0:
         raise SlipstreamError(
-            f"None of {report.read:,} records is usable.",
+            f"None of {report.read:,} records is usable." if report.read > 1 else "The only record is not usable.",
             reason=Reason.DATA_INVALID,
             remedy="The drops above say why; docs/data.md lists the layouts that are read.",
         )

@@ -133,11 +133,12 @@ def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
 def cpu_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     """This machine's processor and memory, for a recipe that trains on a CPU."""
     from slipstream import machine_probe
+    from slipstream.counted import counted
     from slipstream.plan.gpus import TFLOPS_OF_A_CORE, Gpu
 
     cores = machine_probe.usable_cores()
     size = machine_probe.memory_bytes()[0] if memory_bytes is None else memory_bytes
-    return Gpu(f"a CPU with {cores} core{'' if cores == 1 else 's'}", size, cores * TFLOPS_OF_A_CORE), True
+    return Gpu(f"a CPU with {counted(cores, 'core')}", size, cores * TFLOPS_OF_A_CORE), True
 
 
 def _size(gpu: "Gpu") -> int:
