@@ -101,7 +101,13 @@ def event_of_silence(state: RunState, holders: Sequence[Holder], *, grace_second
 
 
 def conditions(
-    state: RunState, holders: Sequence[Holder], *, target: str | None, waits_for: str, ended_early: bool
+    state: RunState,
+    holders: Sequence[Holder],
+    *,
+    target: str | None,
+    waits_for: str,
+    misfit: str | None,
+    ended_early: bool,
 ) -> dict[Condition, str]:
     """What is worth saying about a run beside its state.
 
@@ -110,11 +116,14 @@ def conditions(
         holders: its trainers.
         target: why the target cannot be used now; None when it can.
         waits_for: why a PENDING run has no trainer.
+        misfit: why none of those that are there can train it, whatever becomes free; None where one can.
         ended_early: its trainer was lost while it was pausing or stopping.
     """
     found: dict[Condition, str] = {}
     lost = [one.trainer for one in holders if one.is_lost]
-    if state is RunState.PENDING and target is None:
+    if state is RunState.PENDING and misfit is not None:
+        found[Condition.NO_TRAINER_FITS] = misfit
+    elif state is RunState.PENDING and target is None:
         found[Condition.NO_TRAINER_FREE] = waits_for
     waiting = [one.trainer for one in holders if one.target_unreachable]
     if (state in ACTIVE or state is RunState.PENDING) and (target is not None or waiting):

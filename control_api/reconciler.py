@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from control_api import lifecycle
 from control_api.background import BackgroundThread
 from control_api.model_match import other_model
-from control_api.placement import obstacle
+from control_api.placement import misfit, obstacle
 from control_api.settings import Settings
 from control_api.store import answers, events, runs, trainers
 from control_api.store.database import Database
@@ -119,6 +119,10 @@ class Reconciler(BackgroundThread):
             why = unfit
         return None, why
 
+    def misfit(self, session: Session, run: Run, now: float) -> str | None:
+        """Why none of the trainers that are heard of can train the run; None where one can, or there are none."""
+        return misfit(run, [one for one in trainers.present(session) if not self.is_lost(one, now)])
+
     def _apply(self, session: Session, run: Run, event: RunEvent, held: Sequence[Assignment], now: float) -> None:
         state = RunState(run.state)
         message, reason = "", None
@@ -155,6 +159,7 @@ class Reconciler(BackgroundThread):
             self._holders(trainers.open_assignments(session, run), now),
             target=target,
             waits_for=waits_for or "No trainer is registered and free.",
+            misfit=self.misfit(session, run, now) if run.state == RunState.PENDING else None,
             ended_early=run.ended_early,
         )
         if run.state in WORKING and (run.stream_stats or {}).get("packs_held_back"):

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from control_api import lifecycle, views
 from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run, require_target
 from control_api.model_match import require_same_model
+from control_api.reconciler import set_conditions
 from control_api.routes.responses import refusals
 from control_api.run_definition import define_run
 from control_api.schemas import RunCreate, RunDetail, RunList, RunUpdate
@@ -16,7 +17,7 @@ from control_api.store.database import touch
 from control_api.store.tables import Target
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.states import AT_REST, RunState, Verb
+from slipstream.run_spec.states import AT_REST, Condition, RunState, Verb
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -42,9 +43,12 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
             )
         definition = spec.model_dump(mode="json")
         require_same_model(definition, target)
-        return views.run_detail(
-            session, runs.create(session, spec=definition, target=target, note=body.note, now=services.clock())
-        )
+        now = services.clock()
+        row = runs.create(session, spec=definition, target=target, note=body.note, now=now)
+        # Said at once, to whoever creates it: it would wait for nothing.
+        if (unfit := services.reconciler.misfit(session, row, now)) is not None:
+            set_conditions(session, row, {Condition.NO_TRAINER_FITS: unfit}, now=now)
+        return views.run_detail(session, row)
 
     return once(create, status=201)
 

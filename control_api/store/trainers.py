@@ -42,6 +42,12 @@ def page(session: Session, *, after: int, size: int) -> Sequence[Trainer]:
     ).all()
 
 
+def present(session: Session) -> Sequence[Trainer]:
+    """All that have not said goodbye, whether they have work or not."""
+    rows = session.scalars(select(Trainer).where(~Trainer.forgotten).order_by(Trainer.id)).all()
+    return [one for one in rows if not has_left(one)]
+
+
 def unoccupied(session: Session) -> Sequence[Trainer]:
     """Trainers without an open assignment, those that registered first come first."""
     return session.scalars(

@@ -42,8 +42,10 @@ def create(args: argparse.Namespace) -> int:
             print_json(run)
             return 0
         print_line(f"{run['name']} {run['state']} on target {run['target']}")
+        if (why := figures.unfit(run)) is not None:
+            print(why, file=sys.stderr)
         # It may have been given to one in this moment.
-        if not any(one["status"] == "FREE" or one["run"] == run["name"] for one in client.listing("/v1/trainers")):
+        elif not any(one["status"] == "FREE" or one["run"] == run["name"] for one in client.listing("/v1/trainers")):
             print("no trainer is free: the run waits for one", file=sys.stderr)
             say_next(args, "trainer start")
     say_next(args, *figures.next_commands(run))

@@ -18,7 +18,12 @@ _FAILS_AGAIN = {
     Reason.ENVIRONMENT_UNSUPPORTED,
 }
 """Reasons that lie in what the run is, or where it may train: another try ends as this one did."""
-_STANDS_STILL = (Condition.TARGET_UNREACHABLE, Condition.PACKS_HELD_BACK, Condition.TRAINER_LOST)
+_STANDS_STILL = (
+    Condition.NO_TRAINER_FITS,
+    Condition.TARGET_UNREACHABLE,
+    Condition.PACKS_HELD_BACK,
+    Condition.TRAINER_LOST,
+)
 _TOLD = ("step", "trainer", "reason")
 """What is told of an event that has no message."""
 
@@ -87,6 +92,11 @@ def standstill(run: Json) -> str | None:
     return next((one["type"] for one in run["conditions"] if one["type"] in _STANDS_STILL), None)
 
 
+def unfit(run: Json) -> str | None:
+    """Why none of the trainers that are there can train the run, and what to do; None where one can."""
+    return next((one["message"] for one in run["conditions"] if one["type"] == Condition.NO_TRAINER_FITS), None)
+
+
 def step_back(before: Json | None, record: Json) -> str | None:
     """What is to say where another training process begins before the step that the last one had reached."""
     if before is None or record["incarnation"] == before["incarnation"] or record["step"] > before["step"]:
@@ -145,7 +155,9 @@ def next_commands(run: Json) -> list[str]:
     """What a person does with a run in this state."""
     name, state = shlex.quote(run["name"]), run["state"]
     if state == "PENDING":
-        waits_for_trainer = any(one["type"] == "NO_TRAINER_FREE" for one in run["conditions"])
+        if unfit(run) is not None:  # one more of these trainers would not help
+            return ["trainer ls", f"run stop {name}"]
+        waits_for_trainer = any(one["type"] == Condition.NO_TRAINER_FREE for one in run["conditions"])
         return ["trainer start"] if waits_for_trainer else [f"run watch {name}"]
     if state == "SUCCEEDED":
         return [f"checkpoint ls {name}"]

@@ -59,6 +59,19 @@ def test_create_from_a_file(desk: Desk, slipstream: Command, recipe: Path) -> No
     assert run["note"] == "first try"
 
 
+def test_create_what_no_trainer_here_can_train(desk: Desk, slipstream: Command, recipe: Path) -> None:
+    desk.target()
+    desk.trainer("cpu-only")
+    on_gpu = ("--set", "train.device=cuda", "--set", "train.attention=flex")
+    answer = slipstream("run", "create", recipe, "--name", "demo", *on_gpu)
+    assert (answer.status, answer.out) == (0, "demo PENDING on target local\n")
+    assert "demo asks for cuda" in answer.err and "the trainers here offer cpu." in answer.err
+    assert "Start a trainer on a machine with a GPU, or create the run with the settings train.device=cpu" in answer.err
+    assert answer.err.splitlines()[-2:] == ["next: slipstream trainer ls", "next: slipstream run stop demo"]
+    assert "NO_TRAINER_FITS: demo asks for cuda" in slipstream("run", "get", "demo").out
+    assert "NO_TRAINER_FITS" in slipstream("run", "ls").out
+
+
 def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(
     desk: Desk, slipstream: Command
 ) -> None:

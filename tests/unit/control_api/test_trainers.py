@@ -221,13 +221,34 @@ def test_runs_go_to_trainers_that_can_train_them(desk: Desk) -> None:
     desk.trainer("cpu-only")
     desk.run("needs-gpu", train={"device": "cuda", "attention": "flex", "max_steps": 1})
     desk.reconcile()
-    [condition] = desk.get("runs/needs-gpu")["conditions"]
-    assert condition["message"] == (
-        "needs-gpu needs a GPU, or train.device = 'cpu' and train.attention = 'sdpa'; cpu-only has cpu."
-    )
+    assert desk.conditions("needs-gpu") == {"NO_TRAINER_FITS"}
     desk.trainer("gpu5", devices=[{"kind": "cuda", "index": 5}])
     desk.reconcile()
-    assert desk.get("runs/needs-gpu")["trainers"] == ["gpu5"]
+    assert desk.get("runs/needs-gpu")["trainers"] == ["gpu5"] and desk.conditions("needs-gpu") == set()
+    # One that fits is there, if busy: waiting helps.
+    desk.run("second", train={"device": "cuda", "attention": "flex", "max_steps": 1})
+    desk.reconcile()
+    assert desk.conditions("second") == {"NO_TRAINER_FREE"}
+
+
+def test_a_run_that_waits_for_nothing_says_so_when_it_is_created(desk: Desk, client: TestClient) -> None:
+    desk.target(status="UNREACHABLE")
+    desk.trainer("cpu-only")
+    created = desk.run("needs-gpu", train={"device": "cuda", "attention": "flex", "max_steps": 1})
+    [condition] = created["conditions"]
+    assert (condition["type"], condition["message"]) == (
+        "NO_TRAINER_FITS",
+        "needs-gpu asks for cuda (train.device is 'cuda', train.attention is 'flex'); the trainers here offer cpu. "
+        "Start a trainer on a machine with a GPU, or create the run with the settings train.device=cpu, "
+        "train.attention=sdpa, train.precision=float32.",
+    )
+    desk.reconcile()
+    assert desk.conditions("needs-gpu") == {"NO_TRAINER_FITS", "TARGET_UNREACHABLE"}
+    response = client.post("/v1/trainers/cpu-only:attach", json={"run": "needs-gpu"})
+    assert "asks for cuda" in assert_problem(response, 409, "TRAINER_UNSUITABLE")["detail"]
+    desk.clock.forward(60)  # nothing is heard of it any more
+    desk.reconcile()
+    assert desk.conditions("needs-gpu") == {"TARGET_UNREACHABLE"}
 
 
 def test_a_run_goes_on_only_where_its_checkpoints_are(desk: Desk, client: TestClient) -> None:
