@@ -30,7 +30,10 @@ class TransitionIllegalError(SlipstreamError):
     def __init__(self, message: str, state: RunState) -> None:
         self.state = state
         self.allowed = allowed_verbs(state)
-        remedy = f"Allowed now: {', '.join(self.allowed)}." if self.allowed else "No verb leads out of this state."
+        if self.allowed:
+            remedy = f"Allowed now: {', '.join(self.allowed)}."
+        else:
+            remedy = "Wait until it is STOPPED." if state is RunState.STOPPING else "No verb leads out of this state."
         super().__init__(message, reason=Reason.TRANSITION_ILLEGAL, remedy=remedy)
 
 

@@ -70,7 +70,7 @@ class Problem(Resource):
     current_state: RunState | None = None
     """Of the run, when its state is why the request was refused."""
     allowed_verbs: list[Verb] | None = None
-    """What that state permits."""
+    """Verbs that lead out of that state."""
     errors: list[FieldError] | None = None
 
 
@@ -218,6 +218,7 @@ class RunPublic(Resource):
     state: RunState
     desired_state: DesiredState
     allowed_verbs: list[Verb]
+    """Those that move it now; one that it has followed already is accepted too, and changes nothing."""
     reason: Reason | None
     """Why it failed."""
     message: str

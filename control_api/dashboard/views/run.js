@@ -18,6 +18,7 @@ const VERBS = {
   pause: { label: "Pause", icon: "M4 3h3v11H4zM9 3h3v11H9z", desired: "PAUSED" },
   stop: { label: "Stop", icon: "M3.5 3.5h9.5v9.5h-9.5z", desired: "STOPPED" },
 };
+const OVER = ["FAILED", "SUCCEEDED"];
 
 export function showRun(main, { name, signal }) {
   new RunView(main, name, signal).start();
@@ -301,7 +302,9 @@ class VerbButtons {
     for (const [verb, button] of Object.entries(this.#buttons)) {
       const isAllowed = run.allowed_verbs.includes(verb);
       button.disabled = this.#isBusy || !isAllowed;
-      button.setAttribute("aria-pressed", String(isAllowed && run.desired_state === VERBS[verb].desired));
+      // What a run that is not over has been told; saying it again would change nothing.
+      const isFollowed = !isAllowed && !OVER.includes(run.state) && run.desired_state === VERBS[verb].desired;
+      button.setAttribute("aria-pressed", String(isFollowed));
     }
   }
 

@@ -128,6 +128,7 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
     heldout = run.get("heldout") or {}
     best = figures.heldout_words(heldout.get("best"))
     target_pace = measure(throughput.get("target_tokens_per_second"), 0)
+    possible = [*run["allowed_verbs"], *(["delete"] if run["state"] in AT_REST else [])]
     return {
         "name": run["name"],
         "state": run["state"],
@@ -143,10 +144,10 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
         "target": run["target"],
         "transport": run.get("transport") or "",
         "checkpoint": f"step {checkpoint}" if checkpoint is not None else "none yet",
-        "directory": run["directory"],
+        "files": f"in {run['directory']}, below its trainer's directory of runs",
         "note": run["note"],
         "created": f"{local_time(run['created_at'])} ({age(run['created_at'])} ago)",
-        "possible now": ", ".join(run["allowed_verbs"]),
+        "possible now": ", ".join(possible) or "nothing",
     }
 
 

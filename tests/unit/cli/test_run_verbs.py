@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import re
 import threading
 
 import pytest
 
 from control_api.store import runs
-from slipstream.run_spec.states import VERB_TABLE, RunState, Verb, Verdict
+from slipstream.run_spec.states import AT_REST, VERB_TABLE, RunState, Verb, Verdict
 from tests.fakes.control_plane import Desk, checkpoint, report
 from tests.unit.cli.conftest import Command
 
@@ -40,6 +41,39 @@ def test_every_verb_in_every_state(desk: Desk, slipstream: Command) -> None:
         else:
             after = state if outcome is Verdict.NO_OP else outcome
             assert (answer.status, answer.out.split()[:2]) == (0, ["demo", after]), (verb, state)
+
+
+POSSIBLE = {
+    "PENDING": "stop",
+    "STARTING": "pause, stop",
+    "RUNNING": "pause, stop",
+    "PAUSING": "resume, stop",
+    "PAUSED": "resume, stop",
+    "STOPPING": "nothing",
+    "STOPPED": "resume, delete",
+    "FAILED": "resume, delete",
+    "SUCCEEDED": "delete",
+}
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_what_is_possible_in_every_state(desk: Desk, slipstream: Command, state: RunState) -> None:
+    desk.target()
+    desk.run()
+    desk.services.reconciler.stop()
+    with desk.services.database.write() as session:
+        row = runs.find(session, "demo")
+        assert row is not None
+        runs.move(session, row, state, runs.Cause("test"), now=1.0)
+    answer = slipstream("run", "get", "demo")
+    (listed,) = re.findall(r"^possible now +(.*)$", answer.out, re.MULTILINE)
+    assert listed == POSSIBLE[state]
+    moves = {verb for verb in Verb if isinstance(VERB_TABLE[verb][state], RunState)}
+    assert set(listed.split(", ")) - {"delete", "nothing"} == moves
+    assert ("delete" in listed) == (state in AT_REST)
+    proposed = set(re.findall(r"next: slipstream run (pause|resume|stop|delete) ", answer.err))
+    assert proposed <= set(listed.split(", ")), "the next command is possible"
+    assert re.search(r"^files +in demo, below its trainer's directory of runs$", answer.out, re.MULTILINE)
 
 
 def test_an_illegal_verb_names_what_is_possible(desk: Desk, slipstream: Command) -> None:
