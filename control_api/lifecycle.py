@@ -1,5 +1,6 @@
 """What becomes of a run, as pure functions: verbs, reports of trainers, silence. No database, no clock."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,19 @@ class TransitionIllegalError(SlipstreamError):
         else:
             remedy = "Wait until it is STOPPED." if state is RunState.STOPPING else "No verb leads out of this state."
         super().__init__(message, reason=Reason.TRANSITION_ILLEGAL, remedy=remedy)
+
+
+def name_taken(name: str, state: RunState) -> SlipstreamError:
+    """The refusal of a second run of the name, with what the first one's state permits."""
+    run = shlex.quote(name)
+    ways = ["Give the new one another name (--name, or the override name=…)"]
+    if Verb.RESUME in allowed_verbs(state) and state in AT_REST:
+        ways.append(f"go on with that one: `slipstream run resume {run}`")
+    stop = f"`slipstream run stop {run}`, then " if Verb.STOP in allowed_verbs(state) else ""
+    then = "once it is STOPPED, " if state is RunState.STOPPING else ""
+    ways.append(f"{then}{stop}`slipstream run delete {run}`, which leaves its files where they are")
+    message = f"There is a run {name!r} already; it is {state}."
+    return SlipstreamError(message, reason=Reason.NAME_TAKEN, remedy=f"{'; or '.join(ways)}.")
 
 
 def after_verb(run: str, state: RunState, verb: Verb) -> RunState:

@@ -35,12 +35,8 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
 
     def create(session: Session) -> RunDetail:
         target = require_target(session, body.target) if body.target is not None else _only_target(session)
-        if runs.find(session, spec.name) is not None:
-            raise SlipstreamError(
-                f"There is a run {spec.name!r} already.",
-                reason=Reason.NAME_TAKEN,
-                remedy="Choose another name (--name, or the override name=…), or delete that run.",
-            )
+        if (namesake := runs.find(session, spec.name)) is not None:
+            raise lifecycle.name_taken(spec.name, RunState(namesake.state))
         definition = spec.model_dump(mode="json")
         require_same_model(definition, target)
         now = services.clock()

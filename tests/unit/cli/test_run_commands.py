@@ -94,7 +94,7 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     (["{recipe}", "--name", ""], 2, 'name: found "" (string)'),
     (["{recipe}", "--name", 'a"b'], 2, "name: found"),
     (["{recipe}", "--target", "locl"], 13, "There is no target 'locl'.\n  remedy: Did you mean local?"),
-    (["{recipe}", "--name", "taken"], 14, "There is a run 'taken' already."),
+    (["{recipe}", "--name", "taken"], 14, "There is a run 'taken' already; it is PENDING."),
     (["{recipe}", "--note", "x" * 5000], 2, "body.note: String should have at most 4000 characters"),
     ([], 2, ""),
 ]

@@ -1,6 +1,7 @@
 """/v1/runs: definitions, verbs, keys, records."""
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -207,9 +208,27 @@ def test_every_shipped_recipe_makes_a_run(desk: Desk) -> None:
         assert overrides or all(Path(file).is_file() for file in run["spec"]["data"]["files"])
 
 
-def test_names_are_unique(client: TestClient, desk: Desk) -> None:
-    desk.run()
-    assert_problem(client.post("/v1/runs", json={"target": "local", "spec": SPEC}), 409, "NAME_TAKEN")
+WAYS = {
+    "PENDING": ["stop", "delete"],
+    "STARTING": ["stop", "delete"],
+    "RUNNING": ["stop", "delete"],
+    "PAUSING": ["stop", "delete"],
+    "PAUSED": ["stop", "delete"],
+    "STOPPING": ["delete"],
+    "STOPPED": ["resume", "delete"],
+    "FAILED": ["resume", "delete"],
+    "SUCCEEDED": ["delete"],
+}
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_names_are_unique(client: TestClient, put: Callable[[RunState], None], state: RunState) -> None:
+    put(state)
+    refusal = client.post("/v1/runs", json={"target": "local", "spec": SPEC})
+    detail = assert_problem(refusal, 409, "NAME_TAKEN")["detail"]
+    assert detail.startswith(f"There is a run 'demo' already; it is {state}. Give the new one another name (--name")
+    assert re.findall(r"`slipstream run (\w+) demo`", detail) == WAYS[state], "what the state permits"
+    assert ("once it is STOPPED" in detail) == (state is RunState.STOPPING)
 
 
 @pytest.mark.parametrize("file", ["a.jsonl", "../a.jsonl", "~/a.jsonl"])
