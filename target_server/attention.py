@@ -22,8 +22,9 @@ from transformers import AttentionInterface
 
 from slipstream.target_files import model_error
 
-ONE_CALL = "one variable-length flash attention call per layer"
-"""What `choose_kernel` says of the kernel that takes any documents without the host's help."""
+FLASH_2 = "one variable-length flash attention call per layer"
+"""What `choose_kernel` says of torch's own kernel that takes any documents without the host's help."""
+ONE_PER_DOCUMENT = "one SDPA call per document and layer"
 
 ATTENTION_NAME = "slipstream_packed"
 """Name under which `packed_attention` is registered; transformers makes no mask for a name that it does not know."""
@@ -235,8 +236,13 @@ def choose_kernel(traits: Sequence[AttentionTraits], device: torch.device, dtype
     """The kernel for a model whose layers ask for `traits`, and one line that says which and why."""
     obstacle = _varlen_obstacle(traits, device, dtype)
     if obstacle is None:
-        return make_varlen_kernel(), ONE_CALL
-    return per_document, f"one SDPA call per document and layer, because {obstacle}"
+        # Here, because it builds on what this module defines.
+        from target_server.flash_attention_4 import FLASH_4, flash_4_kernel
+
+        varlen = make_varlen_kernel()
+        newer = flash_4_kernel(traits, device, dtype, varlen)
+        return (varlen, FLASH_2) if newer is None else (newer, FLASH_4)
+    return per_document, f"{ONE_PER_DOCUMENT}, because {obstacle}"
 
 
 def _varlen_obstacle(traits: Sequence[AttentionTraits], device: torch.device, dtype: torch.dtype) -> str | None:

@@ -153,10 +153,11 @@ def said_when_slow(words: str, seconds: float = 1.0) -> Iterator[None]:
 def _inspect(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     target = wanted.target
     with said_when_slow(f"reading the tokenizer of {target.model} …"):
+        from slipstream.mask_token import vocabulary_rows
         from slipstream.target_files import locate_tokenizer
         from slipstream.target_loading import load_tokenizer
         from target_server.inspection import inspect_files
-        from target_server.mask_remark import mask_remark, vocabulary_rows
+        from target_server.mask_remark import mask_remark
 
         tokenizer = load_tokenizer(target)
     inspection = inspect_files(

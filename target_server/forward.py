@@ -22,7 +22,7 @@ from slipstream.target_loading import decoder_layers, decoder_of
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE, hidden_state_name
 from target_server.attention import (
     ATTENTION_NAME,
-    ONE_CALL,
+    ONE_PER_DOCUMENT,
     AttentionTraits,
     Kernel,
     PackedDocuments,
@@ -212,7 +212,7 @@ class PackedForward:
 
     def _is_launch_bound(self, tokens: npt.NDArray[np.int32], lengths: Sequence[int]) -> bool:
         """Whether a GPU waits for the host in a compiled forward."""
-        if self._device.type != "cuda" or self.attention != ONE_CALL:
+        if self._device.type != "cuda" or self.attention.startswith(ONE_PER_DOCUMENT):
             return False
         from target_server.forward_graphs import LAUNCH_BOUND
 

@@ -1,8 +1,5 @@
 """Will a run find a mask token? Asked with the tokenizer alone; the trainer asks again with the model itself."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.run_spec.spec import DrafterSpec
@@ -11,17 +8,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 8
-
-
-def vocabulary_rows(model_directory: Path) -> int | None:
-    """Rows of the vocabulary by config.json, which may be more than the tokenizer has tokens; None where none says."""
-    try:
-        config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    inner = config.get("text_config") if isinstance(config, Mapping) else None
-    rows = (inner if isinstance(inner, Mapping) else config).get("vocab_size") if isinstance(config, Mapping) else None
-    return rows if isinstance(rows, int) else None
 
 
 def mask_remark(drafter: DrafterSpec, tokenizer: "PreTrainedTokenizerBase", rows: int | None) -> str | None:

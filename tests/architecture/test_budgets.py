@@ -17,6 +17,7 @@ BOUNDARIES: dict[str, str] = {
     "drafter_trainer/batch_source.py": "the prefetch thread: whatever ends it is raised in the loop's next_batch",
     "drafter_trainer/checkpoint_writer.py": "the writing thread: whatever ends it is raised in the training thread",
     "drafter_trainer/drafter_registry.py": "the code of another package: whatever it raises is its failure, in words",
+    "target_server/flash_attention_4.py": "a beta that compiles at run time: whatever it raises is said",
     "target_server/engine_pool.py": "the threads of engines: whatever ends one ends the process, raised in `run`",
     "target_server/server.py": "the engine thread: whatever ends it ends the process, raised in `run`",
     "slipstream/entrypoint.py": "last resort of a process: writes the crash file, prints one line",

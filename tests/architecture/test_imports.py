@@ -15,6 +15,8 @@ from tests.architecture.sources import PRODUCT, ROOT, SourceFile, source_files
 # Torch for CUDA requires the one version that it was built for; torch for CPUs has none, and our code asks for it there
 # never.
 COMES_WITH_TORCH = {"triton"}
+OF_A_GPU = {"flash_attn": ["flash-attn-4"]}
+"""Distributions by import name that a machine without a GPU does not have."""
 TORCH_FREE = (
     "control_api",
     "drafter_trainer.agent",
@@ -53,7 +55,7 @@ def test_starts_without_torch(package: str) -> None:
 def _declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["gguf"], *extras["data"]]
+    requirements = [*project["dependencies"], *extras["gguf"], *extras["data"], *extras["flash4"]]
     return {_normalised(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in requirements}
 
 
@@ -73,7 +75,7 @@ def _imported(file: SourceFile) -> set[str]:
 
 @pytest.mark.parametrize("file", source_files(*PRODUCT), ids=lambda file: file.name)
 def test_third_party_imports_are_declared(file: SourceFile) -> None:
-    providers = importlib.metadata.packages_distributions()
+    providers = {**OF_A_GPU, **importlib.metadata.packages_distributions()}
     undeclared = {
         name for name in _imported(file) if not _declared() & {_normalised(one) for one in providers.get(name, ())}
     }

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from target_server.attention import ONE_CALL, per_document
+from target_server.attention import FLASH_2, AttentionTraits, PackedDocuments, choose_kernel, per_document
+from target_server.flash_attention_4 import FLASH_4
 from target_server.forward import PackedForward
 from target_server.forward_graphs import ForwardGraphs
 from tests.fakes.tiny_models import Family
@@ -22,7 +23,7 @@ LONG_LENGTHS = (1, 700, 1, 300, 22)
 def test_variable_length_attention(family: Family, lengths: tuple[int, ...], tmp_path: Path) -> None:
     save_tiny_target(tmp_path, family)
     forward = PackedForward(load_tiny_target(tmp_path, "bfloat16", "cuda").model)
-    assert forward.attention == ONE_CALL
+    assert forward.attention == FLASH_2
     tokens = random_tokens(sum(lengths) + 13)
 
     captured = forward.capture(tokens, lengths, range(4), last_hidden_state=True)
@@ -147,3 +148,22 @@ def test_a_recording_cut_short_leaves_nothing_behind() -> None:
         torch.cuda.synchronize()
     assert active() - before < 4 * states_bytes
     torch.cuda.empty_cache()
+
+
+def test_flash_attention_4_where_it_is_installed(tmp_path: Path) -> None:
+    """Windows and shared key heads included; its absence is not an error."""
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    device, lengths = torch.device("cuda", 0), (700, 1, 300, 23)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((1, sum(lengths), heads, 128) for heads in (6, 2, 2))
+    query, key, value = (
+        torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes
+    )
+    for window in (None, 64):
+        traits = AttentionTraits(128**-0.5, window, None, 128, 128)
+        kernel, name = choose_kernel([traits], device, torch.bfloat16)
+        assert name == (FLASH_4 if torch.cuda.get_device_capability(device) >= (9, 0) else FLASH_2)
+        documents = PackedDocuments(lengths, device, kernel)
+        found = kernel(query, key, value, traits, documents).float()
+        exact = per_document(query.float(), key.float(), value.float(), traits, documents)
+        assert (found - exact).abs().max() < 0.02
