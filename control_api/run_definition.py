@@ -6,10 +6,12 @@ from pathlib import Path
 import recipes
 from control_api.schemas import RunCreate
 from slipstream.errors import SlipstreamError
+from slipstream.mask_token import require_mask
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
+from slipstream.target_files import is_path
 
 _MOST_RECIPE_LINES = 2000
 
@@ -18,12 +20,15 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
     """The run that the body defines.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, with every problem; PATH_NOT_ALLOWED.
+        SlipstreamError: SPEC_INVALID, with every problem, or no mask token where the target's files are on this
+            machine; PATH_NOT_ALLOWED.
     """
     try:
         spec = _parse(body)
     except RecursionError:
         raise _no_run("The definition is nested too deeply.") from None
+    if _model_may_be_read(spec.target.model, data_roots):
+        require_mask(spec)
     # What a hub holds is no file of this machine; the target server asks for it.
     files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
     prompts = spec.eval.prompts and _allowed(spec.eval.prompts, data_roots)
@@ -45,6 +50,14 @@ def _parse(body: RunCreate) -> RunSpec:
     if body.recipe.count("\n") > _MOST_RECIPE_LINES:
         raise _no_run(f"The recipe has more than {_MOST_RECIPE_LINES} lines.")
     return parse_recipe(body.recipe, body.overrides)
+
+
+def _model_may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
+    """Nobody shall find out through a server with data roots what lies elsewhere; the hub's cache has models alone."""
+    if not roots or not is_path(model):
+        return True
+    path = Path(model).expanduser().resolve()
+    return any(path.is_relative_to(root.resolve()) for root in roots)
 
 
 def _no_run(message: str) -> SpecInvalidError:

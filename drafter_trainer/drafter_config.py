@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from drafter_trainer.drafter_registry import configuration_of, failures_of_package
 from slipstream.errors import SlipstreamError
+from slipstream.mask_token import mask_row
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
@@ -183,37 +184,13 @@ class DFlashConfig(DrafterConfig):
 
 
 def resolve_mask_token_id(spec: DrafterSpec, target: TargetConfig) -> int:
-    """The vocabulary row for MASK: explicit id, the tokenizer's own mask token, an unused row, the named token.
+    """The vocabulary row for MASK, see `mask_row`; a token that is named and not taken is said in the log.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, the id is outside the vocabulary, the named token does not exist, or none of the
-            four gives a row.
+        SlipstreamError: SPEC_INVALID.
     """
-    named = None if spec.mask_token is None else target.special_tokens.get(spec.mask_token)
-    if spec.mask_token is not None and named is None:
-        known = ", ".join(sorted(target.special_tokens)[:8]) or "none"
-        raise SlipstreamError(
-            f"drafter.mask_token is {spec.mask_token!r}, which is no special token of the target (it has: {known})",
-            reason=Reason.SPEC_INVALID,
-            remedy="Name one of its special tokens that no answer contains.",
-        )
-    unused = target.tokenizer_length if target.tokenizer_length < target.vocab_size else None
-    for row in (spec.mask_token_id, target.mask_token_id, unused, named):
-        if row is not None:
-            break
-    else:
-        raise SlipstreamError(
-            f"the target has no mask token and no unused row (tokenizer {target.tokenizer_length} tokens, vocabulary "
-            f"{target.vocab_size} rows), and the recipe names no mask token.",
-            reason=Reason.SPEC_INVALID,
-            remedy="Set drafter.mask_token to a special token that no answer contains.",
-        )
-    if row >= target.vocab_size:
-        raise SlipstreamError(
-            f"the mask is row {row}, the target's vocabulary has {target.vocab_size} rows",
-            reason=Reason.SPEC_INVALID,
-            remedy="Set drafter.mask_token_id to a row inside the vocabulary.",
-        )
+    row = mask_row(spec, target)
+    named = None if spec.mask_token is None else target.special_tokens[spec.mask_token]
     if named is not None and row != named:
         _logger.warning("mask_token %r (row %d) is not used: the target offers row %d", spec.mask_token, named, row)
     return row

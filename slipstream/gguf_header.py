@@ -5,6 +5,7 @@ then name, shape, type and offset of every tensor.
 """
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,29 +23,36 @@ class ArrayLength(int):
 
 
 class GgufHeader:
-    """`values`: scalars and texts by key; of an array an ArrayLength. `shapes`: of tensors, innermost first."""
+    """`values`: scalars and texts by key; of an array an ArrayLength, or its texts where they were asked for.
+
+    `shapes`: of tensors, innermost first.
+    """
 
     def __init__(self, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
         self.values = values
         self.shapes = shapes
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
+def read_gguf_header(path: Path, texts: Collection[str] = ()) -> GgufHeader:
     """Read it.
+
+    Args:
+        path: of the file.
+        texts: keys of arrays whose texts are wanted, as lists.
 
     Raises:
         SlipstreamError: MODEL_INVALID, it is no GGUF file, or its header is damaged.
     """
     try:
         with path.open("rb") as file:
-            return _read(file)
+            return _read(file, texts)
     except (OSError, ValueError, struct.error, KeyError, OverflowError) as error:
         raise model_error(
             f"{path} cannot be read as a GGUF file: {error}.", "Copy or download it again, or name another file."
         ) from error
 
 
-def _read(file: BinaryIO) -> GgufHeader:
+def _read(file: BinaryIO, texts: Collection[str]) -> GgufHeader:
     if file.read(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = _number(file, "<I")
@@ -54,7 +62,7 @@ def _read(file: BinaryIO) -> GgufHeader:
     values = {}
     for _ in range(pairs):
         key = _text(file)
-        values[key] = _value(file, _number(file, "<I"))
+        values[key] = _value(file, _number(file, "<I"), wanted=key in texts)
     shapes = {}
     for _ in range(tensors):
         name = _text(file)
@@ -66,13 +74,15 @@ def _read(file: BinaryIO) -> GgufHeader:
     return GgufHeader(values, shapes)
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _value(file: BinaryIO, kind: int, *, wanted: bool) -> Any:
     if kind == _STRING:
         return _text(file)
     if kind != _ARRAY:
         return _number(file, _FORMATS[kind])
-    # A list for every layer, say; nobody here needs its values.
+    # A list for every layer, say: its values are passed over.
     inner, length = _number(file, "<I"), _number(file, "<Q")
+    if inner == _STRING and wanted:
+        return [_text(file) for _ in range(length)]
     if inner == _STRING:
         for _ in range(length):
             file.seek(_number(file, "<Q"), 1)

@@ -7,7 +7,7 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def gguf_without_weights(*, tied: bool) -> bytes:
+def gguf_without_weights(*, tied: bool, vocabulary: int = 49_152, tokens: tuple[str, ...] = ("a", "bc")) -> bytes:
     """A file as llama.cpp writes it, without weights."""
     numbers = {
         "llama.block_count": 30,
@@ -18,9 +18,10 @@ def gguf_without_weights(*, tied: bool) -> bytes:
     }
     pairs = [_text("general.architecture") + struct.pack("<I", 8) + _text("llama")]
     pairs += [_text(key) + struct.pack("<II", 4, value) for key, value in numbers.items()]
-    pairs += [_text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + _text("a") + _text("bc")]
+    texts = b"".join(map(_text, tokens))
+    pairs += [_text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + texts]
     pairs += [_text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 2) + struct.pack("<ff", 0.5, 1.5)]
     pairs += [_text("general.flag") + struct.pack("<I?", 7, True)]
     names = ["token_embd.weight"] + ([] if tied else ["output.weight"])
-    tensors = [_text(name) + struct.pack("<IQQIQ", 2, 576, 49_152, 0, 0) for name in names]
+    tensors = [_text(name) + struct.pack("<IQQIQ", 2, 576, vocabulary, 0, 0) for name in names]
     return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join((*pairs, *tensors))

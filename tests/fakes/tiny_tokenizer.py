@@ -7,7 +7,7 @@ mark, unknown characters fall back to bytes. Every style covers every Unicode te
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -15,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 Style = Literal["chatml", "llama3", "gemma"]
+STYLES: tuple[Style, ...] = get_args(Style)
 
 _TRAINING_LINES = (
     "Which city is the capital of the country, and why was it chosen over the larger harbour town?",

@@ -71,13 +71,14 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, and refuse what does not fit.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, MODEL_INVALID; OUT_OF_MEMORY, with the nearest settings that fit.
+        SlipstreamError: SPEC_INVALID, MODEL_INVALID, DATA_INVALID; OUT_OF_MEMORY, with the nearest settings that fit.
     """
     # pydantic costs a tenth of a second: not for `--help`.
     import recipes
     from slipstream.cli.display import print_json
     from slipstream.cli.plan_view import print_plan, refusal
     from slipstream.epoch_length import EpochLength
+    from slipstream.mask_token import require_mask
     from slipstream.packaged_model import packaged_copy
     from slipstream.plan.report import as_json, fits, plan_run
     from slipstream.plan.target_sizes import target_sizes
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_recipe(recipes.find_recipe(args.recipe), args.set)
     spec = loaded.spec
+    require_mask(spec)
     target = target_sizes(spec.target, args.target_config or packaged_copy(spec.target))
     on_cpu = spec.train.attention == "sdpa"
     card, is_limit = cpu_of(args.memory) if on_cpu else card_of(args.memory)

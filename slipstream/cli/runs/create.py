@@ -13,6 +13,7 @@ from slipstream.cli.runs import figures
 from slipstream.cli.runs.local_files import require_local_files
 from slipstream.cli.runs.served_model import served_model
 from slipstream.cli.runs.watch import watch_run
+from slipstream.mask_token import require_mask
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
 
@@ -21,9 +22,9 @@ def create(args: argparse.Namespace) -> int:
     """Check the recipe here, send it, and watch the run if that was asked for.
 
     Raises:
-        SlipstreamError: SPEC_INVALID with every error of the recipe; DATA_INVALID and MODEL_INVALID, a file that is
-            not on this machine where all runs on it; what the API refuses, such as a target that
-            serves another model.
+        SlipstreamError: SPEC_INVALID with every error of the recipe, or no mask token where the target is on this
+            machine; DATA_INVALID and MODEL_INVALID, a file that is not on this machine where all runs on it; what the
+            API refuses, such as a target that serves another model.
     """
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
     path = recipes.find_recipe(args.recipe)
@@ -32,6 +33,7 @@ def create(args: argparse.Namespace) -> int:
         print(f"the run's target.model is what this stack serves: {model}", file=sys.stderr)
         overrides = [f"target.model={json.dumps(model)}", "target.revision="]
         spec = load_recipe(path, [*args.set, *name, *overrides]).spec
+    require_mask(spec)
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
     with control_api(args) as client:
         require_local_files(spec, client, args.target)

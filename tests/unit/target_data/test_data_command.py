@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.mask_token import vocabulary_rows
 from slipstream.run_spec.spec import DrafterSpec
 from target_server.data_command import said_when_slow
-from target_server.mask_remark import mask_remark, vocabulary_rows
+from target_server.mask_remark import mask_remark
 from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
 
