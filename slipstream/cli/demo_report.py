@@ -2,10 +2,12 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from slipstream.run_spec.spec import CROSS_ENTROPY, ObjectiveName
 
 LOSS_STEPS = 5
 """The summary's first and last loss are means over so many steps: one pack's loss is noisy."""
@@ -19,6 +21,8 @@ class DemoResult:
     device: str
     metrics: Path
     """metrics.jsonl of the run."""
+    objective: Mapping[ObjectiveName, float]
+    """What the loss is made of: names and weights."""
     evaluation: dict[str, Any]
     """eval.json."""
     dashboard: str
@@ -40,6 +44,7 @@ def summarise(result: DemoResult) -> dict[str, Any]:
         "tokens": records[-1]["tokens"] if records else 0,
         "steps": records[-1]["step"] + 1 if records else 0,
         "seconds": round(result.seconds, 1),
+        "objective": dict(result.objective),
         "loss": {"first": _mean(losses[:LOSS_STEPS]), "last": _mean(losses[-LOSS_STEPS:])},
         "accepted_length": {
             "before": _rounded(results["untrained"]["all"]["accepted_length"]),
@@ -62,7 +67,9 @@ def print_summary(summary: dict[str, Any], evaluation: dict[str, Any], path: Pat
 
     console = Console()
     loss, accepted = summary["loss"], summary["accepted_length"]
-    table = Table(title=f"A drafter for {summary['model']} on {summary['device']}", title_justify="left")
+    # No title of the table: it would be wrapped to the table's width.
+    console.print(f"A drafter for {summary['model']} on {summary['device']}")
+    table = Table()
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
@@ -70,9 +77,19 @@ def print_summary(summary: dict[str, Any], evaluation: dict[str, Any], path: Pat
     table.add_row("accepted length, bonus included", _shown(accepted["before"]), _shown(accepted["after"]))
     table.add_row("tokens trained, padding included", "0", f"{summary['tokens']:,}")
     console.print(table)
+    console.print(_loss_in_words(summary["objective"]))
     for line in _in_words(accepted["after"], evaluation["results"]["trained"]["all"]["speed_ratio_to_plain"]):
         console.print(line)
     console.print(f"{summary['seconds']:.0f} s from the first process to this table. Summary: {path}")
+
+
+def _loss_in_words(objective: Mapping[str, float]) -> str:
+    if set(objective) != {CROSS_ENTROPY}:
+        return f"The loss is a weighted mean of {' and '.join(objective)} over the drafted tokens."
+    return (
+        "The loss is the cross-entropy of a drafted token in nats, a weighted mean over those that count. "
+        "An even guess over a vocabulary has 10 to 12; a new drafter is sure and wrong, so it starts higher."
+    )
 
 
 def _in_words(accepted: float | None, ratio: float | None) -> list[str]:

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     result = DemoResult(
         model=Path(plan.spec.target.model).name,
         device=plan.device_name,
+        objective=plan.spec.loss.objective,
         metrics=run_directory / "metrics.jsonl",
         evaluation=report,
         dashboard=running.dashboard_url,

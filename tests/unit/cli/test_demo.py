@@ -88,6 +88,7 @@ def evaluation(accepted: float | None, ratio: float | None) -> dict[str, Any]:
 def test_a_summary_has_numbers_or_null(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     losses: list[float | None],
     accepted: float | None,
     said: str,
@@ -96,12 +97,27 @@ def test_a_summary_has_numbers_or_null(
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     found = evaluation(accepted, accepted)
-    summary = summarise(DemoResult("tiny", "CPU", metrics, found, "http://127.0.0.1:1/dashboard/", 12.34))
+    result = DemoResult(
+        model="SmolLM2-135M-Instruct.Q4_1.gguf",
+        device="CPU, 2 cores",
+        metrics=metrics,
+        objective={"cross_entropy": 1.0},
+        evaluation=found,
+        dashboard="http://127.0.0.1:1/dashboard/",
+        seconds=12.34,
+    )
+    summary = summarise(result)
     write_summary(tmp_path / "summary.json", summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     mean = 2.0 if accepted else None
     assert summary["loss"] == {"first": mean, "last": mean}
     assert summary["accepted_length"] == {"before": accepted, "after": accepted}
     assert (summary["steps"], summary["tokens"]) == (len(losses), 128 * len(losses))
+    monkeypatch.setenv("COLUMNS", "80")
     print_summary(summary, found, tmp_path / "summary.json")
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert printed.splitlines()[0] == "A drafter for SmolLM2-135M-Instruct.Q4_1.gguf on CPU, 2 cores", "in one line"
+    assert "The loss is the cross-entropy of a drafted token in nats" in printed
+    print_summary(summary | {"objective": {"kl": 0.5, "tv": 0.5}}, found, tmp_path / "summary.json")
+    assert "The loss is a weighted mean of kl and tv over the drafted tokens" in capsys.readouterr().out
