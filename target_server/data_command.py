@@ -106,7 +106,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default: all tokens")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)d")
-    parser.add_argument("--batch", type=_PROMPTS, default=16, metavar="N", help="prompts at once; default: %(default)d")
+    parser.add_argument("--batch", type=_PROMPTS, metavar="N", help="prompts at once; default: by the device")
     parser.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads")
 
@@ -195,7 +195,7 @@ def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
 
 def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
     from target_server.heldout_answers import answer_heldout, prompts_of
-    from target_server.regeneration import Sampling
+    from target_server.regeneration import Sampling, default_batch
 
     evaluation = wanted.evaluation
     if evaluation is None:
@@ -206,8 +206,9 @@ def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
     if output is None:
         raise _not_heldout("Nothing says where the answers go: the recipe has no eval.heldout")
     prompts = prompts_of(evaluation)
-    loaded, whose = _load_answering(args, wanted.target)
-    sampling = Sampling(evaluation.max_new_tokens, batch=args.batch)
+    device = _device(args.device)
+    sampling = Sampling(evaluation.max_new_tokens, batch=args.batch or default_batch(output, device))
+    loaded, whose = _load_answering(args, wanted.target, device)
     return answer_heldout(loaded, prompts, output, sampling=sampling, settings=whose)
 
 
@@ -220,7 +221,13 @@ def _not_heldout(problem: str) -> SlipstreamError:
     )
 
 
-def _load_answering(args: argparse.Namespace, target: TargetSpec) -> "tuple[LoadedTarget, dict[str, Any]]":
+def _device(asked: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def _load_answering(args: argparse.Namespace, target: TargetSpec, device: str) -> "tuple[LoadedTarget, dict[str, Any]]":
     """The target that answers, and what is recorded of it."""
     import torch
 
@@ -229,7 +236,6 @@ def _load_answering(args: argparse.Namespace, target: TargetSpec) -> "tuple[Load
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     with said_when_slow(f"loading {target.model} …"):
         loaded = load_causal_lm(target, device)
         fingerprint = fingerprint_target(loaded.files, target.dtype)
@@ -238,14 +244,16 @@ def _load_answering(args: argparse.Namespace, target: TargetSpec) -> "tuple[Load
 
 def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     from target_server.dataset import hash_content
-    from target_server.regeneration import Regenerator, Sampling, regenerate
+    from target_server.regeneration import Regenerator, Sampling, default_batch, regenerate
 
     if args.to is None:
         raise SlipstreamError(
             "Nothing says where the answers go.", reason=Reason.SPEC_INVALID, remedy="Name a file with --to."
         )
     max_new_tokens = args.max_new_tokens or _MAX_NEW_TOKENS
-    sampling = Sampling(max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.batch)
+    device = _device(args.device)
+    batch = args.batch or default_batch(args.to, device)
+    sampling = Sampling(max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, batch)
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise SlipstreamError(
             f"No text is drawn with temperature {sampling.temperature:g}, top-p {sampling.top_p:g} and top-k "
@@ -254,7 +262,7 @@ def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseM
             remedy="The temperature is 0 or more, top-p above 0 and at most 1, top-k 0 (all tokens) or more.",
         )
     data = wanted.data
-    loaded, whose = _load_answering(args, wanted.target)
+    loaded, whose = _load_answering(args, wanted.target, device)
     settings = {**asdict(sampling), "format": data.format, "data": hash_content(files, data), **whose}
     return regenerate(Regenerator(loaded, sampling), files, args.to, settings=settings, record_format=data.format)
 

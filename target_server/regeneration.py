@@ -32,7 +32,11 @@ from target_server.messages import BadRecordError
 from target_server.record_files import Position, SourceFile, read_records
 
 CHUNK_BATCHES = 8
-"""Batches in a chunk; its prompts are sorted by length, so that little is padding."""
+"""Batches in a chunk; its prompts are sorted by length, so that little is padding. At most a chunk is answered again by
+a call that goes on."""
+BATCH_ON_CPU = 16
+BATCH_ON_GPU = 256
+"""Prompts at once: a GPU decodes many about as fast as one."""
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ class Sampling:
     top_k: int = 0
     """0: all tokens."""
     seed: int = 0
-    batch: int = 16
+    batch: int = BATCH_ON_CPU
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Regenerator:
         return [answers[index] for index in range(len(chunk))]
 
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[list[int]]) -> Iterator[_Answer]:
+    def _generate(self, prompts: Sequence[list[int]]) -> list[_Answer]:
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -141,9 +145,16 @@ class Regenerator:
                 remedy="Lower --batch, or --max-new-tokens (with --heldout: eval.max_new_tokens), and give another "
                 "--to, because answers of other settings do not continue a file.",
             ) from error
-        for row in generated[:, longest:].tolist():
-            end = next((index for index, token in enumerate(row) if token in self._ends), None)
-            yield _Answer(row if end is None else row[: end + 1], finished=end is not None)
+        answers = [self._cut(row) for row in generated[:, longest:].tolist()]
+        if self._model.device.type == "cuda":
+            # The cache of keys and values grew step by step, and left blocks that the next batch, of longer prompts,
+            # could not use.
+            torch.cuda.empty_cache()
+        return answers
+
+    def _cut(self, generated: list[int]) -> _Answer:
+        end = next((index for index, token in enumerate(generated) if token in self._ends), None)
+        return _Answer(generated if end is None else generated[: end + 1], finished=end is not None)
 
     def _generation_config(self) -> GenerationConfig:
         """Nothing of the model's own: what is not recorded must not change the text."""
@@ -161,6 +172,15 @@ class Regenerator:
         """For people; the ids are what counts."""
         text: str = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         return text
+
+
+def default_batch(output: Path, device: str) -> int:
+    """Prompts at once where nobody says: as many as the file was begun with, which decide its answers; else by the
+    device (`cpu`, `cuda`, `cuda:N`)."""
+    begun = _settings_of(output).get("batch") if output.exists() else None
+    if isinstance(begun, int) and begun > 0:
+        return begun
+    return BATCH_ON_GPU if device.startswith("cuda") else BATCH_ON_CPU
 
 
 def regenerate(
@@ -292,13 +312,13 @@ def _keep_rows(file: IO[bytes], rows: int) -> None:
 
 
 def _check_settings(output: Path, settings: dict[str, Any]) -> None:
-    beside = output.with_name(output.name + ".settings.json")
+    beside = _beside(output)
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text, encoding="utf-8")
         return
-    before = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    before = _settings_of(output)
     differences = [key for key in sorted(before.keys() | settings.keys()) if before.get(key) != settings.get(key)]
     if differences:
         raise SlipstreamError(
@@ -306,6 +326,19 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
             reason=Reason.DATA_INVALID,
             remedy="Name another --to, or use the settings in " + beside.name + ".",
         )
+
+
+def _beside(output: Path) -> Path:
+    return output.with_name(output.name + ".settings.json")
+
+
+def _settings_of(output: Path) -> dict[str, Any]:
+    """What a file was begun with; nothing where that cannot be read."""
+    try:
+        settings = json.loads(_beside(output).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _no_prompt(files: Sequence[SourceFile], report: ReportBuilder) -> SlipstreamError:

@@ -72,7 +72,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", metavar="P", help="default: 1")
     parser.add_argument("--top-k", metavar="K", help="default: all tokens")
     parser.add_argument("--seed", metavar="N", help="default: 0")
-    parser.add_argument("--batch", metavar="N", help="prompts at once; default: 16")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        help="prompts at once; default: as many as the file was begun with, else 256 on a GPU, 16 on a CPU",
+    )
     parser.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N; default: auto")
     parser.add_argument("--threads", metavar="N", help="CPU threads")
 
