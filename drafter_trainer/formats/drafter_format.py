@@ -26,8 +26,8 @@ _SPECFORGE_STATE = "training_state.pt"
 class Verifier:
     """The target, as servers will know it."""
 
-    name: str
-    """Hub name or path."""
+    name: str | None
+    """Hub name or directory; None where servers could load neither."""
     architectures: tuple[str, ...]
     """As its config.json names them; empty when it was not looked at."""
 

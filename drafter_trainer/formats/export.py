@@ -14,7 +14,7 @@ from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
 from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.drafter_format import Verifier
-from drafter_trainer.formats.model_card import CardFacts, model_card, target_facts
+from drafter_trainer.formats.model_card import CardFacts, is_gguf, model_card, target_facts
 from drafter_trainer.formats.module import as_module, require_dflash
 from drafter_trainer.formats.new_directory import new_directory, require_free
 from drafter_trainer.formats.provenance import write_provenance
@@ -106,7 +106,7 @@ def _open_target(
     Raises:
         SlipstreamError: TARGET_INCOMPATIBLE, MODEL_INVALID, OUT_OF_MEMORY.
     """
-    served_as = plan.served_as or plan.spec.target.model
+    served_as = plan.served_as or (None if is_gguf(plan.spec.target.model) else plan.spec.target.model)
     if plan.target is None:
         return None, Verifier(served_as, ())
     log_event(_log, "info", "comparing_target", model=plan.target.model)
@@ -117,6 +117,15 @@ def _open_target(
     check_fits(config, facts)
     architectures = tuple(loaded.model.config.architectures or (type(loaded.model).__name__,))
     return TargetReader(loaded, facts.embedding_scale, end_ids(loaded)), Verifier(served_as, architectures)
+
+
+def _warn_of_the_verifier(model: str) -> None:
+    """speculators reads the target's tables from what `verifier.name_or_path` names, and no .gguf."""
+    remedy = "--target-name OWNER/NAME"
+    if is_gguf(model):
+        log_event(_log, "warning", "verifier_is_not_named", target=model, remedy=remedy)
+    elif is_path(model):
+        log_event(_log, "warning", "verifier_is_a_path_of_this_machine", name_or_path=model, remedy=remedy)
 
 
 def _describe(
@@ -134,15 +143,8 @@ def _describe(
     target = target_facts(plan.served_as, named, files)
     if target.hub_name is None:
         log_event(_log, "info", "card_names_no_base_model", target=target.name, remedy="--target-name OWNER/NAME")
-    if plan.format_name == VllmFormat.name and plan.served_as is None and is_path(plan.spec.target.model):
-        # speculators reads the target's tables from there, and no .gguf.
-        log_event(
-            _log,
-            "warning",
-            "verifier_is_a_path_of_this_machine",
-            name_or_path=plan.spec.target.model,
-            remedy="--target-name OWNER/NAME",
-        )
+    if plan.format_name == VllmFormat.name and plan.served_as is None:
+        _warn_of_the_verifier(plan.spec.target.model)
     facts = CardFacts(
         format_name=plan.format_name,
         dtype=plan.dtype,

@@ -38,6 +38,8 @@ class TargetFacts:
     """Its files lie on this machine."""
     also: str | None = None
     """What a .gguf calls its model: no name to load it by, and often not the one it is known by."""
+    only_here: bool = False
+    """The name is the last part of a path of this machine: nobody can load a model by it elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,14 @@ def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | No
     if files is not None and files.is_gguf:
         called = read_gguf_header(files.weights[0]).values.get("general.name")
         also = called if isinstance(called, str) and called.isprintable() else None
-        return TargetFacts(Path(name).name, None, licence, at_hand=True, also=also)
+        return TargetFacts(Path(name).name, None, licence, at_hand=True, also=also, only_here=True)
     known = _hub_name_in(files.root) if files else None
-    return TargetFacts(known or Path(name).name, known, licence, files is not None)
+    return TargetFacts(known or Path(name).name, known, licence, files is not None, only_here=known is None)
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a target is one file, which neither servers nor speculators load by a name."""
+    return name.endswith(".gguf")
 
 
 def _leads_somewhere(name: str) -> bool:
@@ -187,13 +194,27 @@ def _self_test(facts: CardFacts) -> str:
 
 def _serving(config: DFlashConfig, facts: CardFacts) -> str:
     language = "python" if facts.format_name == "zlab" else "bash"
-    name = facts.target.name
-    in_python = f'".", gguf_file="{name}"' if name.endswith(".gguf") else f'"{name}"'
-    target = shlex.quote(name) if language == "bash" else in_python
+    name, note = facts.target.name, "Not run where this was exported."
+    if language == "python" and is_gguf(name):
+        target, note = f'".", gguf_file="{name}"', f"With `{name}` in the working directory. {note}"
+    elif facts.target.only_here:
+        target = "TARGET" if language == "bash" else '"TARGET"'
+        note = f"Put in place of TARGET: {_where_a_target_is(facts.target)} {note}"
+    else:
+        target = shlex.quote(name) if language == "bash" else f'"{name}"'
     command = _SERVE[facts.format_name].format(
         target=target, directory=facts.directory_name, drafts=config.block_size - 1
     )
-    return f"```{language}\n{command}\n```\n\nNot run where this was exported."
+    return f"```{language}\n{command}\n```\n\n{note}"
+
+
+def _where_a_target_is(target: TargetFacts) -> str:
+    if is_gguf(target.name):
+        return (
+            f"the hub name or directory of the model that `{target.name}` was made from, in safetensors. "
+            "Its weights are others where the .gguf is quantised: measure the drafter on them."
+        )
+    return f"the hub name or directory of the target, which was `{target.name}` where the drafter was trained."
 
 
 def _recipe(spec: RunSpec, facts: CardFacts) -> str:

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_a_self_test_that_was_left_out_is_recorded(
         "they lie on this machine, so they were read"
     )
     assert str(tmp_path) not in card and "base_model" not in card, "the target is a directory of this machine"
+    assert "vllm serve TARGET \\\n" in card and "which was `target` where the drafter was trained" in card
     assert json.loads((tmp_path / "out" / "slipstream.json").read_text())["self_test"] is None
 
 
@@ -141,8 +143,10 @@ def test_a_target_is_named_by_what_a_stranger_can_find(known: str | None, tmp_pa
     (directory / "config.json").write_text(json.dumps({"_name_or_path": known}))
     trained = TargetSpec(model=str(directory))
     files = files_at_hand(trained)
-    name = "owner/model" if known == "owner/model" else "a-model"
-    assert target_facts(None, trained, files) == TargetFacts(name, known if name == known else None, None, at_hand=True)
+    found = TargetFacts("a-model", None, None, at_hand=True, only_here=True)
+    if known == "owner/model":
+        found = TargetFacts(known, known, None, at_hand=True)
+    assert target_facts(None, trained, files) == found
     assert target_facts("owner/served", trained, files).hub_name == "owner/served"
     assert target_facts(None, TargetSpec(model="/models/x.gguf"), None).name == "x.gguf"
 
@@ -164,14 +168,14 @@ def test_a_name_given_for_the_target_is_no_directory_that_lies_here(
     monkeypatch.chdir(tmp_path)
     trained = TargetSpec(model="Qwen/Qwen3-8B")
     assert target_facts("Qwen/Qwen3-8B", trained, None).hub_name == "Qwen/Qwen3-8B"
-    assert target_facts(None, trained, None) == TargetFacts("Qwen3-8B", None, None, at_hand=False)
+    assert target_facts(None, trained, None) == TargetFacts("Qwen3-8B", None, None, at_hand=False, only_here=True)
     assert target_facts("./Qwen/Qwen3-8B", trained, None).hub_name is None
 
 
 def test_a_relative_path_that_is_not_here_is_no_hub_name() -> None:
     trained = TargetSpec(model="team/models/mine")
     assert files_at_hand(trained) is None
-    assert target_facts(None, trained, None) == TargetFacts("mine", None, None, at_hand=False)
+    assert target_facts(None, trained, None) == TargetFacts("mine", None, None, at_hand=False, only_here=True)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +207,30 @@ def test_a_gguf_knows_its_model_by_name(tmp_path: Path) -> None:
     found = target_facts(None, trained, files_at_hand(trained))
     assert (found.name, found.also) == ("q4.gguf", "A Small Model"), "nobody can load it by what it calls itself"
     assert target_facts(None, trained, None).name == "q4.gguf"
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "zlab"])
+def test_a_gguf_of_this_machine_is_no_name_for_a_server(
+    form: str, source: Source, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_header(tmp_path / "q4.gguf", {"general.name": "A Small Model"})
+    plan = make_plan(source, tmp_path / "out", form, target=None, served_as=None)
+    spec = plan.spec.model_copy(update={"target": plan.spec.target.model_copy(update={"model": str(path)})})
+    with caplog.at_level("WARNING"):
+        export(replace(plan, spec=spec))
+    card = (tmp_path / "out" / "README.md").read_text()
+    config = (tmp_path / "out" / "config.json").read_text()
+    assert str(tmp_path) not in card + config
+    if form == "vllm":
+        assert json.loads(config)["speculators_config"]["verifier"]["name_or_path"] is None
+    assert [one.getMessage() for one in caplog.records] == (["verifier_is_not_named"] if form == "vllm" else [])
+    if form == "zlab":
+        assert (
+            'from_pretrained(".", gguf_file="q4.gguf")' in card and "With `q4.gguf` in the working directory." in card
+        )
+    else:
+        assert {"vllm": "vllm serve TARGET ", "sglang": "--model-path TARGET "}[form] in card
+        assert "directory of the model that `q4.gguf` was made from, in safetensors." in card
 
 
 def write_header(path: Path, texts: dict[str, str]) -> Path:
