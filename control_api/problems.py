@@ -1,6 +1,7 @@
 """Errors as problem details (RFC 9457): whatever is not a success has this shape, the framework's own too."""
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -110,17 +111,54 @@ def _http(request: Request, error: Exception) -> JSONResponse:
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND and detail == HTTPStatus.NOT_FOUND.phrase:
         detail = f"Nothing is served at {request.url.path}."
+    headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "other methods")
-        detail = f"{request.url.path} accepts {allowed}, not {request.method}."
-    return problem(request.scope, error.status_code, detail, Extras(headers=error.headers))
+        headers["Allow"], detail = _what_is_allowed(request, headers.get("Allow", ""))
+    return problem(request.scope, error.status_code, detail, Extras(headers=headers))
+
+
+def _what_is_allowed(request: Request, said: str) -> tuple[str, str]:
+    """All methods of the path, and the refusal in words; with the verbs, where one was meant.
+
+    Args:
+        request: whose method is refused.
+        said: the methods that the framework found: those of one route, where the path may have several.
+    """
+    path = request.url.path
+    paths: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    found = {name.upper() for template, methods in paths.items() if _matches(template, path) for name in methods}
+    allowed = ", ".join(sorted(found)) or said
+    stem, colon, _ = path.rpartition(":")
+    known = {template.rpartition(":")[2] for template in paths if ":" in template}
+    verbs = sorted(f":{verb}" for verb in known if any(_matches(one, f"{stem}:{verb}") for one in paths if ":" in one))
+    if colon and verbs:
+        return allowed, f"{path} is no verb; those of {stem} are {', '.join(verbs)}."
+    return allowed, f"{path} accepts {allowed}, not {request.method}."
+
+
+def _matches(template: str, path: str) -> bool:
+    return re.fullmatch(re.sub(r"\{\w+\}", "[^/:]+", template), path) is not None
 
 
 def _validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    errors = [{"location": ".".join(map(str, one["loc"])), "detail": one["msg"]} for one in error.errors()]
+    errors = [{"location": _location(one), "detail": _words(one)} for one in error.errors()]
     detail = "The request does not fit what this path accepts; see errors."
     return problem(request.scope, HTTPStatus.UNPROCESSABLE_ENTITY, detail, Extras(errors=errors))
+
+
+def _location(error: Mapping[str, Any]) -> str:
+    """The path of the key; of a body that is no JSON, the body."""
+    return "body" if error["type"] == "json_invalid" else ".".join(map(str, error["loc"]))
+
+
+def _words(error: Mapping[str, Any]) -> str:
+    """In the sender's terms: JSON, not Python."""
+    if error["type"] == "json_invalid":
+        return f"This is no JSON: {error['ctx']['error']}, at character {error['loc'][-1]}."
+    if error["type"] == "model_attributes_type":
+        return "Input should be a JSON object."
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -128,17 +166,18 @@ def _refused(request: Request, error: Exception) -> JSONResponse:
     status = _STATUS_OF.get(error.reason)
     if status is None:
         return _unforeseen(request, error)
-    members: dict[str, Any] = {}
+    detail, members = str(error), dict[str, Any]()
     errors: list[dict[str, str]] = []
     headers: dict[str, str] = {}
     if isinstance(error, TransitionIllegalError):
         members = {"current_state": error.state, "allowed_verbs": list(error.allowed)}
     if isinstance(error, SpecInvalidError):
         errors = [{"location": f"body.spec.{key}".rstrip("."), "detail": text} for key, text in error.problems]
+        detail = error.message if errors else detail  # they say more than the remedy, which is for recipe files
     if status is HTTPStatus.SERVICE_UNAVAILABLE:
         headers = {"Retry-After": "2"}
         log_event(_log, "error", "unavailable", path=request.url.path, error=str(error))
-    return problem(request.scope, status, str(error), Extras(error.reason, errors, members, headers))
+    return problem(request.scope, status, detail, Extras(error.reason, errors, members, headers))
 
 
 def _unforeseen(request: Request, error: Exception) -> JSONResponse:

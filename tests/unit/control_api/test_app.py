@@ -48,6 +48,37 @@ def test_wrong_method_names_the_right_one(client: TestClient) -> None:
     assert response.headers["allow"] == "GET"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "detail"),
+    [
+        ("PUT", "/v1/runs/demo", "/v1/runs/demo accepts DELETE, GET, PATCH, not PUT."),
+        ("OPTIONS", "/v1/runs", "/v1/runs accepts GET, POST, not OPTIONS."),
+        ("POST", "/v1/runs/a:fly", "/v1/runs/a:fly is no verb; those of /v1/runs/a are :pause, :resume, :stop."),
+        ("POST", "/v1/targets/local:fly", "those of /v1/targets/local are :drain, :pause, :probe, :resume."),
+        ("POST", "/v1/trainers/t:fly", "those of /v1/trainers/t are :attach, :detach, :heartbeat."),
+    ],
+)
+def test_what_a_path_accepts_is_said_in_full(client: TestClient, method: str, path: str, detail: str) -> None:
+    response = client.request(method, path)
+    assert detail in assert_problem(response, 405, "METHOD_NOT_ALLOWED")["detail"]
+    assert method not in response.headers["allow"].split(", ")
+
+
+@pytest.mark.parametrize(
+    ("content", "location", "detail"),
+    [
+        ("{bad", "body", "This is no JSON: Expecting property name enclosed in double quotes, at character 1."),
+        ("[]", "body", "Input should be a JSON object."),
+        ('{"recipe": "x = 1", "spec": {}}', "body", "give either spec or recipe"),
+    ],
+)
+def test_errors_of_a_body_are_in_the_senders_terms(
+    client: TestClient, content: str, location: str, detail: str
+) -> None:
+    body = assert_problem(client.post("/v1/runs", content=content, headers=JSON), 422, "REQUEST_INVALID")
+    assert body["errors"] == [{"location": location, "detail": detail}]
+
+
 def test_a_defect_tells_nothing_of_the_inside(database: Database) -> None:
     app = create_app(database, Settings())
 

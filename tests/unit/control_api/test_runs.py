@@ -126,6 +126,7 @@ def test_spec_errors_name_the_key(client: TestClient) -> None:
     spec = SPEC | {"train": SPEC["train"] | {"max_steps": "100"}}
     body = assert_problem(client.post("/v1/runs", json={"target": "local", "spec": spec}), 422, "SPEC_INVALID")
     assert [one["location"] for one in body["errors"]] == ["body.spec.train.max_steps"]
+    assert "slipstream recipe show" not in body["detail"], "that is a remedy for a file"
 
 
 def test_unknown_target(client: TestClient) -> None:
