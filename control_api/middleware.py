@@ -84,9 +84,7 @@ class OwnPagesOnly:
 
     def _objection(self, scope: Scope) -> str | None:
         headers = Headers(scope=scope)
-        # Browsers set it, and no page can; other clients do not send it.
-        site = headers.get("sec-fetch-site", "none")
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and site not in ("same-origin", "none"):
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS") and _is_of_another_site(headers):
             return "The request comes from a page of another site; open the dashboard of this server instead."
         host = headers.get("host", "")
         if not self._any_host and host and not ListenAddress(_without_port(host), 0).is_loopback:
@@ -95,6 +93,16 @@ class OwnPagesOnly:
                 "address it as 127.0.0.1 or localhost, or start it with a token."
             )
         return None
+
+
+def _is_of_another_site(headers: Headers) -> bool:
+    """Browsers set one of these, and no page can; other clients send neither."""
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    # Of an older browser: the page's own address, or `null`.
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 
 def _without_port(host: str) -> str:

@@ -79,6 +79,17 @@ def test_errors_of_a_body_are_in_the_senders_terms(
     assert body["errors"] == [{"location": location, "detail": detail}]
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://testserver:81"])
+def test_an_older_browser_says_only_which_page_it_shows(client: TestClient, desk: Desk, origin: str) -> None:
+    desk.target()
+    desk.run()
+    own = {"Host": "127.0.0.1:8080"}
+    refused = client.post("/v1/runs/demo:stop", headers=own | {"Origin": origin})
+    assert "another site" in assert_problem(refused, 403, "ACCESS_DENIED")["detail"]
+    assert desk.state() == "PENDING"
+    assert client.post("/v1/runs/demo:stop", headers=own | {"Origin": "http://127.0.0.1:8080"}).status_code == 200
+
+
 def test_a_defect_tells_nothing_of_the_inside(database: Database) -> None:
     app = create_app(database, Settings())
 
