@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recipes import find_recipe
+from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS, TOKENS, within
 from slipstream.packaged_model import target_here
@@ -195,7 +198,7 @@ def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
 
 def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
     from target_server.heldout_answers import answer_heldout, prompts_of
-    from target_server.regeneration import Sampling, default_batch
+    from target_server.regeneration import Sampling, default_batch, require_writable
 
     evaluation = wanted.evaluation
     if evaluation is None:
@@ -206,6 +209,7 @@ def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
     if output is None:
         raise _not_heldout("Nothing says where the answers go: the recipe has no eval.heldout")
     prompts = prompts_of(evaluation)
+    require_writable(output)
     device = _device(args.device)
     sampling = Sampling(evaluation.max_new_tokens, batch=args.batch or default_batch(output, device))
     loaded, whose = _load_answering(args, wanted.target, device)
@@ -224,7 +228,14 @@ def _not_heldout(problem: str) -> SlipstreamError:
 def _device(asked: str) -> str:
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", asked):
+        raise SlipstreamError(
+            f"--device names {asked!r}.", reason=Reason.SPEC_INVALID, remedy="Name auto, cpu, cuda or cuda:N."
+        )
+    check_present([asked], torch.cuda.device_count(), "--device")
+    return asked
 
 
 def _load_answering(args: argparse.Namespace, target: TargetSpec, device: str) -> "tuple[LoadedTarget, dict[str, Any]]":
@@ -244,17 +255,19 @@ def _load_answering(args: argparse.Namespace, target: TargetSpec, device: str) -
 
 def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
     from target_server.dataset import hash_content
-    from target_server.regeneration import Regenerator, Sampling, default_batch, regenerate
+    from target_server.regeneration import Regenerator, Sampling, default_batch, regenerate, require_writable
 
     if args.to is None:
         raise SlipstreamError(
             "Nothing says where the answers go.", reason=Reason.SPEC_INVALID, remedy="Name a file with --to."
         )
     max_new_tokens = args.max_new_tokens or _MAX_NEW_TOKENS
+    require_writable(args.to)
     device = _device(args.device)
     batch = args.batch or default_batch(args.to, device)
     sampling = Sampling(max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, batch)
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+    # Not a number (nan) is in no range.
+    if not 0 <= sampling.temperature < math.inf or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise SlipstreamError(
             f"No text is drawn with temperature {sampling.temperature:g}, top-p {sampling.top_p:g} and top-k "
             f"{sampling.top_k}.",

@@ -177,7 +177,7 @@ class Regenerator:
 def default_batch(output: Path, device: str) -> int:
     """Prompts at once where nobody says: as many as the file was begun with, which decide its answers; else by the
     device (`cpu`, `cuda`, `cuda:N`)."""
-    begun = _settings_of(output).get("batch") if output.exists() else None
+    begun = _settings_of(output).get("batch") if _is_begun(output) else None
     if isinstance(begun, int) and begun > 0:
         return begun
     return BATCH_ON_GPU if device.startswith("cuda") else BATCH_ON_CPU
@@ -311,12 +311,43 @@ def _keep_rows(file: IO[bytes], rows: int) -> None:
     file.truncate(sum(len(line) for line in islice(file, rows)))
 
 
-def _check_settings(output: Path, settings: dict[str, Any]) -> None:
-    beside = _beside(output)
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    if not output.exists():
+def require_writable(output: Path) -> None:
+    """Asked before a model is loaded. Makes the directory of `output`.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, no file can be there; DATA_INVALID, another file is.
+    """
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
+        why = "it is a directory" if output.is_dir() else ""
+        if not why and not os.access(output if output.exists() else output.parent, os.W_OK):
+            why = "writing there is not permitted"
+    except OSError as error:
+        why = str(error.strerror or error)
+    if why:
+        raise SlipstreamError(
+            f"The answers cannot be written to {output}: {why}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Name a file in a writable directory with --to.",
+        )
+    if _is_begun(output) and not _beside(output).exists():
+        raise SlipstreamError(
+            f"{output} is there already, and holds no answers that could be gone on with: {_beside(output).name} is "
+            "not beside it.",
+            reason=Reason.DATA_INVALID,
+            remedy="Name another --to.",
+        )
+
+
+def _is_begun(output: Path) -> bool:
+    return output.exists() and output.stat().st_size > 0
+
+
+def _check_settings(output: Path, settings: dict[str, Any]) -> None:
+    require_writable(output)
+    beside = _beside(output)
+    if not _is_begun(output):
+        beside.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return
     before = _settings_of(output)
     differences = [key for key in sorted(before.keys() | settings.keys()) if before.get(key) != settings.get(key)]

@@ -1,14 +1,30 @@
 """Answers are those of their prompts, whatever is decoded beside them and in whichever order; how many at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from slipstream.errors import SlipstreamError
+from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import LoadedTarget, load_causal_lm
-from target_server.regeneration import BATCH_ON_CPU, BATCH_ON_GPU, Asked, Regenerator, Sampling, default_batch
+from slipstream.wire.data_report import ReportBuilder
+from target_server.cli import run_command
+from target_server.regeneration import (
+    BATCH_ON_CPU,
+    BATCH_ON_GPU,
+    Asked,
+    Regenerator,
+    Sampling,
+    answer_prompts,
+    default_batch,
+    require_writable,
+)
 from tests.fakes.served_model import write_tiny_target
+
+WHOSE = {"target": "tiny", "target_fingerprint": "f"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +63,51 @@ def test_how_many_at_once(tmp_path: Path) -> None:
     beside.write_text(json.dumps({"batch": 7}))
     assert default_batch(output, "cuda") == BATCH_ON_GPU, "of a file that is gone"
     output.touch()
+    assert default_batch(output, "cuda") == BATCH_ON_GPU, "nothing was answered"
+    output.write_text("{}\n")
     assert default_batch(output, "cuda") == 7, "a file is gone on with as it was begun"
     for broken in ("", "[]", "{}", '{"batch": "x"}'):
         beside.write_text(broken)
         assert default_batch(output, "cpu") == BATCH_ON_CPU
+
+
+def test_where_answers_cannot_go_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine\n")
+    for output, words, reason in (
+        (tmp_path, "it is a directory", Reason.SPEC_INVALID),
+        (tmp_path / "file" / "answers.jsonl", "cannot be written to", Reason.SPEC_INVALID),
+        (tmp_path / "file", "is there already, and holds no answers", Reason.DATA_INVALID),
+    ):
+        with pytest.raises(SlipstreamError, match=words) as refused:
+            require_writable(output)
+        assert refused.value.reason is reason
+    (tmp_path / "file.settings.json").write_text("{}")
+    require_writable(tmp_path / "file")
+    require_writable(tmp_path / "deep" / "er" / "answers.jsonl")
+    assert (tmp_path / "deep" / "er").is_dir()
+
+
+def test_a_file_without_an_answer_is_not_begun(target: LoadedTarget, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    for data in ("nothing", "something"):
+        asked = [] if data == "nothing" else [Asked("p", [3, 5])]
+        answer_prompts(Regenerator(target, Sampling(4)), iter(asked), output, {**WHOSE, "data": data}, ReportBuilder())
+    assert len(output.read_text().splitlines()) == 1
+    assert json.loads((tmp_path / "answers.jsonl.settings.json").read_text())["data"] == "something"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--device", "gpu"), "--device names 'gpu'."),
+        (("--device", "cuda:99"), "--device names cuda:99, but torch sees"),
+        (("--temperature", "nan"), "No text is drawn with temperature nan"),
+        (("--temperature", "inf"), "No text is drawn with temperature inf"),
+    ],
+)
+def test_flags_that_mean_nothing(tmp_path: Path, flags: tuple[str, str], words: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "Hi"}\n')
+    places = ("--to", str(tmp_path / "to.jsonl"), "--report", str(tmp_path / "report.json"))
+    with pytest.raises(SlipstreamError, match=re.escape(words)):
+        run_command(["regenerate", str(data), "--model", "nobody/nothing", *places, *flags])
