@@ -135,6 +135,7 @@ def _start(args: argparse.Namespace) -> int:
     from slipstream.launcher.stack import add_trainer
 
     device = _unused_device(home) if args.device == "auto" else args.device
+    _require_present(device)
     name = add_trainer(home, device, name=args.name)
     _say(args, {"name": name, "home": str(home)}, f"{name} joins the stack in {home}", "trainer ls")
     return 0
@@ -197,6 +198,21 @@ def _unused_device(home: Path) -> str:
             remedy=f"Name one that is to be shared, such as --device {gpus[-1]}.",
         )
     return free[0]
+
+
+def _require_present(device: str) -> None:
+    """Refuse a GPU that is not there: in the stack its agent would be started again and again.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, ENVIRONMENT_UNSUPPORTED.
+    """
+    from slipstream.engine_devices import check_present
+    from slipstream.launcher.stack import require_device
+    from slipstream.machine_probe import probe_torch
+
+    require_device(device)
+    if device != "cpu":  # asking torch takes seconds
+        check_present([device], len(probe_torch().gpus), "--device")
 
 
 def _become_agent(args: argparse.Namespace) -> int:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream import machine_probe
 from slipstream.launcher.home import Home, SupervisorState, try_lock
+from slipstream.machine_probe import GpuFacts, TorchFacts
 from tests.fakes.control_plane import Desk, checkpoint, report
 from tests.unit.cli.conftest import Command
 
@@ -176,6 +178,19 @@ def test_start_in_a_stack(slipstream: Command, stack: Path, replaced: list[list[
     ]:
         assert slipstream("trainer", "start", *arguments).status == status, arguments
     assert replaced == []
+
+
+def test_a_gpu_that_is_not_there_joins_no_stack(
+    slipstream: Command, stack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = GpuFacts(name="GPU", memory_bytes=1, compute_capability=(9, 0), shared_memory_per_block_bytes=None)
+    for gpus, device, status in [((), "cuda", 4), ((gpu,), "cuda:1", 4), ((gpu,), "cuda:0", 0)]:
+        monkeypatch.setattr(machine_probe, "probe_torch", lambda gpus=gpus: TorchFacts(version="2", gpus=gpus))
+        answer = slipstream("trainer", "start", "--device", device)
+        assert answer.status == status, (device, answer.err)
+        assert status == 0 or f"--device names {device}, but torch sees " in answer.err
+    names = [one["name"] for one in json.loads(Home(stack).stack_file.read_text())["trainers"]]
+    assert names == ["cpu", "gpu0"]
 
 
 def test_stop_in_a_stack(slipstream: Command, stack: Path) -> None:
