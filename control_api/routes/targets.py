@@ -126,7 +126,7 @@ def _hold(target: str, run: str, services: Services, once: Once, *, hold_back: b
                 reason=Reason.REQUEST_INVALID,
                 remedy="Name that target.",
             )
-        if hold_back and row.state == RunState.SUCCEEDED:
+        if row.state == RunState.SUCCEEDED:
             raise TransitionIllegalError(f"Run {run!r} has SUCCEEDED; it reads no packs any more.", RunState.SUCCEEDED)
         subscription = subscriptions.name_of(row)
     orders = _orders(address, services)

@@ -110,4 +110,5 @@ def test_what_is_refused(target: None, client: TestClient, desk: Desk, ledger: L
     with ledger.unwritable():
         assert "cannot write its ledger" in refused("local:pause", "demo", 409, "LEDGER_UNWRITABLE")
     desk.beat("t1", report(desk.beat("t1")["assignment"]["id"], "SUCCEEDED"))
-    assert "reads no packs any more" in refused("local:pause", "demo", 409, "TRANSITION_ILLEGAL")
+    for path in ("local:pause", "local:resume"):
+        assert "reads no packs any more" in refused(path, "demo", 409, "TRANSITION_ILLEGAL")
