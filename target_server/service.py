@@ -15,6 +15,7 @@ from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import HiddenStateServiceServicer
 from slipstream.run_spec.names import NAME_RULE, is_name
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import MAX_EPOCHS
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import PROTOCOL_VERSION
 from slipstream.wire.transports.grpc import OpenPayload
@@ -22,7 +23,6 @@ from target_server.lease_book import DeliveryState
 from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
 from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget, open_payload
-from target_server.streams import MAX_EPOCHS
 from target_server.subscription import Lease, Start, SubscriptionTerms
 
 LONGEST_POLL_SECONDS = 30.0

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec
+from slipstream.run_spec.spec import MAX_EPOCHS, DataSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.arena import PayloadArena
 from slipstream.wire.codec import LayoutEntry, plan_layout
@@ -37,8 +37,6 @@ from target_server.target_view import TargetView
 
 MIN_SLOTS = 4
 """Two for each of two runs that are far apart."""
-MAX_EPOCHS = 10_000
-"""Of one run. A pack far ahead is found by planning every epoch before it."""
 MAX_SLOTS = 16
 """More than any trainer prefetches; what is left of the budget is for other streams."""
 

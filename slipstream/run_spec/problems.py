@@ -105,7 +105,7 @@ def _expected(kind: str, context: Mapping[str, Any], error: ErrorDetails) -> str
         return _TYPES[kind]
     if kind in _LIMITS:
         words, bound = _LIMITS[kind]
-        return f"{words} {context[bound]:g}"
+        return f"{words} {context[bound]:.15g}"
     if kind == "literal_error":
         choices = str(context["expected"])
         close = nearest(str(error["input"]), re.findall("'([^']*)'", choices))

@@ -27,6 +27,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 TokenId = Annotated[int, Field(ge=0)]
 LayerId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+MAX_EPOCHS = 10_000
+"""Of one run. A pack far ahead is found by planning every epoch before it."""
 
 
 class Section(BaseModel):
@@ -63,7 +65,7 @@ class DataSpec(Section):
     """Which of a conversation's answers are trained; those with `"weight": 0` never are."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Orders the documents of every epoch."""
-    pack_tokens: Annotated[int, Field(ge=128, multiple_of=128)] = 2048
+    pack_tokens: Annotated[int, Field(ge=128, le=1 << 24, multiple_of=128)] = 2048
     """Tokens in a pack (T)."""
     window_documents: PositiveInt = 512
     """Documents that are packed together; larger fills packs better, smaller mixes less."""
@@ -278,7 +280,7 @@ class TrainSpec(Section):
     """Optimizer steps."""
     max_tokens: PositiveInt | None = None
     """Pack slots, padding included: steps x packs_per_step x pack_tokens."""
-    epochs: PositiveInt | None = None
+    epochs: Annotated[int, Field(gt=0, le=MAX_EPOCHS)] | None = None
     """Passes over the documents, each in another order."""
     max_not_finite_steps: PositiveInt = 3
     """The run fails with LOSS_NOT_FINITE after so many steps in a row without a finite loss."""

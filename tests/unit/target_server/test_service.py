@@ -7,12 +7,12 @@ import pytest
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import MAX_EPOCHS
 from target_server.fixed_payloads import FixedPayloadStore
 from target_server.lease_ledger import Ask
 from target_server.readiness import Readiness
 from target_server.served_target import ServedTarget
 from target_server.service import HiddenStateService, _terms
-from target_server.streams import MAX_EPOCHS
 from target_server.subscription import SubscriptionTerms
 from tests.fakes.ledger_desk import LedgerDesk
 from tests.fakes.stepped_target import SteppedTarget
