@@ -38,7 +38,7 @@ def find_recipe(argument: str) -> Path:
     Raises:
         SlipstreamError: SPEC_INVALID, no shipped recipe is called so.
     """
-    is_name = "/" not in argument and not Path(argument).exists()
+    is_name = not argument or ("/" not in argument and not Path(argument).exists())
     return recipe_path(argument) if is_name else Path(argument)
 
 

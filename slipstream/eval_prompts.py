@@ -57,7 +57,8 @@ def _read(path: Path) -> Iterator[Prompt]:
                 if line.strip():
                     yield _parse(line, f"{path.name}:{number}", path.stem)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise _invalid(f"{path} cannot be read: {error}", "Give a readable JSONL or JSONL.gz file.") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _invalid(f"{path} cannot be read: {why}", "Give a readable JSONL or JSONL.gz file.") from error
 
 
 def _open(path: Path) -> IO[str]:

@@ -84,6 +84,8 @@ def locate_tokenizer(spec: TargetSpec) -> TargetFiles:
         return locate_target(spec)
     if not path.is_dir() and is_path(spec.model):
         raise model_error(f"{spec.model!r} does not exist.", "Check the path.")
+    if path.is_dir():
+        _require_tokenizer(path, spec.model)
     root = path if path.is_dir() else _hub_snapshot(spec, weights=False)
     return TargetFiles(root, weights=(), descriptions=(), revision=None if path.is_dir() else root.name)
 
@@ -115,18 +117,27 @@ def is_path(model: str) -> bool:
 
 def _files_of_directory(root: Path, name: str, with_code: bool, revision: str | None = None) -> TargetFiles:
     if not (root / "config.json").is_file():
-        gguf = sorted(root.glob("*.gguf"))
-        remedy = f"Name the file itself: {gguf[0]}" if gguf else "Name a directory in the layout of transformers."
+        remedy = _gguf_in(root) or "Name a directory in the layout of transformers."
         raise model_error(f"The model directory {name!r} has no config.json.", remedy)
     weights = _weight_files(root, name)
-    if not any((root / file).is_file() for file in _TOKENIZER_FILES):
-        raise model_error(
-            f"The model directory {name!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}.",
-            "Put the files of the model's tokenizer there.",
-        )
+    _require_tokenizer(root, name)
     patterns = (*_DESCRIPTION_PATTERNS, _CODE_PATTERN) if with_code else _DESCRIPTION_PATTERNS
     descriptions = sorted({file for pattern in patterns for file in root.glob(pattern)})
     return TargetFiles(root, weights=weights, descriptions=tuple(descriptions), revision=revision)
+
+
+def _require_tokenizer(root: Path, name: str) -> None:
+    if not any((root / file).is_file() for file in _TOKENIZER_FILES):
+        raise model_error(
+            f"The model directory {name!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}.",
+            _gguf_in(root) or "Put the files of the model's tokenizer there.",
+        )
+
+
+def _gguf_in(root: Path) -> str | None:
+    """What to do about a directory that a .gguf file lies in."""
+    gguf = sorted(root.glob("*.gguf"))
+    return f"Name the file itself: {gguf[0]}" if gguf else None
 
 
 def _weight_files(root: Path, name: str) -> tuple[Path, ...]:

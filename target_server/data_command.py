@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recipes import find_recipe
+from slipstream.counted import counted
 from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS, TOKENS, within
@@ -23,7 +24,7 @@ from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import problems_of
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import DataSpec, DrafterSpec, EvalSpec, TargetSpec
+from slipstream.run_spec.spec import MAX_EPOCHS, DataSpec, DrafterSpec, EvalSpec, TargetSpec
 
 if TYPE_CHECKING:
     from slipstream.target_loading import LoadedTarget
@@ -36,7 +37,7 @@ COMMANDS = ("inspect", "length", "index", "regenerate")
 DEFAULT_LIMIT = 10_000
 _RECORDS = within(int, 1, 1_000_000_000, "number of records")
 _DOCUMENT = within(int, 1, 1_000_000_000, "number of a document")
-_EPOCHS = within(int, 1, 1_000_000_000, "number of epochs")
+_EPOCHS = within(int, 1, MAX_EPOCHS, "number of epochs")
 _PROMPTS = within(int, 1, 1_000_000_000, "number of prompts")
 _PROCESSES = within(int, 1, 4096, "number of processes")
 
@@ -294,7 +295,8 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         recipes = [*sources]  # the name of one; what is none is refused as such
     if recipes and len(sources) > 1:
         raise SlipstreamError(
-            f"{recipes[0]} is a recipe, which names its data itself; {len(sources) - 1} other files are given.",
+            f"{recipes[0]} is a recipe, which names its data itself; given with it: "
+            f"{counted(len(sources) - 1, 'other file')}.",
             reason=Reason.SPEC_INVALID,
             remedy="Give one recipe, or files alone.",
         )
@@ -304,7 +306,14 @@ def read_sources(sources: Sequence[str], model: str | None, overrides: Sequence[
         return Wanted(target, spec.data, spec.drafter, spec.eval)
     table: dict[str, Any] = {"data": {"files": list(sources)}, "target": {"model": model} if model else {}}
     apply_overrides(table, [parse_override(override) for override in overrides])
-    if not table["target"].get("model"):
+    others = sorted(table.keys() - _Given.model_fields.keys())
+    if others:
+        raise SlipstreamError(
+            f"Of files alone, only data.… and target.… can be set, not {others[0]}.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Leave it out, or give a recipe.",
+        )
+    if isinstance(table.get("target", {}), dict) and not table.get("target", {}).get("model"):
         raise SlipstreamError(
             "Files alone do not say which tokenizer is meant.",
             reason=Reason.SPEC_INVALID,

@@ -63,7 +63,7 @@ def in_words(fit: Fit) -> str:
 
 def gib(size: float) -> str:
     """GiB with one decimal; MiB below one."""
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+    return f"{size / _GIB:,.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
 
 
 def _mib(size: int) -> str:
@@ -150,7 +150,7 @@ def _heldout_fields(spec: RunSpec, plan: RunPlan) -> dict[str, str]:
     found = plan.heldout
     if found is None:
         how = "`slipstream data regenerate RECIPE --heldout` makes it"
-        return {"held-out": f"{spec.eval.heldout} is not here, so its packs and their time are not known; {how}"}
+        return {"held-out": f"{spec.eval.heldout} is no file here, so its packs and their time are not known; {how}"}
     total = found.total_seconds
     in_run = "" if total is None else f"; {found.measurements:,} in the run, {_seconds(total)}"
     return {
@@ -181,7 +181,7 @@ def _data_fields(data: EpochLength | str | None) -> dict[str, str]:
     if data is None:
         return {}
     if isinstance(data, str):
-        return {"the data": f"not counted: {data}. --epoch-packs N says it, as `slipstream data inspect` does"}
+        return {"the data": f"not counted: {data}; give --epoch-packs N"}
     about = "" if data.exact else "about "
     return {"the data": f"{about}{counted(data.packs, 'pack')} in {counted(data.epochs, 'epoch')}, {data.source}"}
 

@@ -11,7 +11,7 @@ from slipstream.hub_reach import why_unreachable
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
-from slipstream.target_files import model_error
+from slipstream.target_files import is_path, model_error
 
 CONFIG = "config.json"
 _NUMBERS = (
@@ -48,6 +48,10 @@ def target_sizes(spec: TargetSpec, given: str | None = None) -> TargetSizes:
         raise model_error(
             f"--target-config names {given!r}, which does not exist as a file or directory.",
             f"Name a config.json, a .gguf file or a model directory, or give numbers: {_EXAMPLE}",
+        )
+    if is_path(spec.model):
+        raise model_error(
+            f"target.model {spec.model!r} does not exist.", f"Check the path, or give --target-config {_EXAMPLE}"
         )
     return _sizes_of_file(_config_of_hub(spec))
 

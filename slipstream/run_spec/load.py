@@ -136,6 +136,13 @@ def _read(path: Path) -> str:
             reason=Reason.SPEC_INVALID,
             remedy=f"Did you mean {path.parent / close}?" if close else "Give the path of a .toml file.",
         ) from None
+    except IsADirectoryError:
+        inside = sorted(path.glob("*.toml"))
+        raise SlipstreamError(
+            f"{path} is a directory, not a recipe.",
+            reason=Reason.SPEC_INVALID,
+            remedy=f"Did you mean {inside[0]}?" if inside else "Give the path of a .toml file.",
+        ) from None
     except UnicodeDecodeError as error:
         raise SlipstreamError(
             f"{path} is not UTF-8 text (byte {error.start}).",

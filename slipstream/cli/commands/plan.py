@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY, _LARGEST_MEMORY = 1 << 26, 1 << 50
 _SLOWEST, _FASTEST = 1e-3, 1e6
-_UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "mib": 1 << 20, "gib": 1 << 30, "mb": 10**6, "gb": 10**9}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def parse_memory(text: str) -> int:
     """Bytes, plain or with a unit: `24GiB`, `80 GB`, `512MiB`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|MB|GB|)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mib|gib|mb|gb|)", text.strip().lower())
     size = float(match.group(1)) * _UNITS[match.group(2)] if match else 0.0
     if not _LEAST_MEMORY <= size <= _LARGEST_MEMORY:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 24GiB or 80GB")

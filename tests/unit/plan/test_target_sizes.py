@@ -91,6 +91,11 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         target_sizes(TargetSpec(model=str(tmp_path)))
 
 
+def test_a_path_that_leads_nowhere_is_no_hub_name(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="does not exist"):
+        target_sizes(TargetSpec(model=str(tmp_path / "absent")))
+
+
 def test_a_hub_name_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 

@@ -188,6 +188,8 @@ def test_missing_tables_say_what_they_need(tmp_path: Path) -> None:
         ("target.compile='never'", "target.compile: found \"never\" (string), expected 'auto', true or false"),
         ("drafter.options={a=[1]}", "drafter.options.a: found [1] (array), expected true, false, a number or a string"),
         ("data.files=[1]", "data.files.0: found 1 (integer), expected a string"),
+        ("train.epochs=10001", "found 10001 (integer), expected at most 10000"),
+        ("data.pack_tokens=12800000000000", "expected at most 16777216"),
         ("data.files=[]", "data.files: found [] (array), expected at least 1 entry"),
     ],
 )
@@ -254,9 +256,18 @@ def test_unreadable_recipes(recipe: Path, tmp_path: Path) -> None:
     missing = refused(tmp_path / "recipes.toml")
     assert missing.message == f"no recipe at {tmp_path / 'recipes.toml'}."
     assert missing.remedy == f"Did you mean {recipe}?"
-    assert "Is a directory" in refused(tmp_path).message
     recipe.write_bytes(b'name = "\xff"')
     assert "is not UTF-8 text (byte 8)" in refused(recipe).message
+
+
+def test_a_directory_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="is a directory, not a recipe") as refused:
+        load_recipe(tmp_path)
+    assert "Give the path" in refused.value.remedy
+    (tmp_path / "mine.toml").touch()
+    with pytest.raises(SlipstreamError) as refused:
+        load_recipe(tmp_path)
+    assert refused.value.remedy == f"Did you mean {tmp_path / 'mine.toml'}?"
 
 
 def test_a_byte_order_mark_is_no_error(recipe: Path) -> None:

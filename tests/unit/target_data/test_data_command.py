@@ -1,14 +1,17 @@
 """What is said before a run: a mask token that is missing, and what takes long."""
 
 import json
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
+from slipstream.errors import SlipstreamError
 from slipstream.mask_token import vocabulary_rows
-from slipstream.run_spec.spec import DrafterSpec
-from target_server.data_command import said_when_slow
+from slipstream.run_spec.spec import DrafterSpec, TargetSpec
+from slipstream.target_files import locate_tokenizer
+from target_server.data_command import read_sources, said_when_slow
 from target_server.mask_remark import mask_remark
 from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 
@@ -41,6 +44,28 @@ def test_rows_of_the_vocabulary(tmp_path: Path, config: object, rows: int | None
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocabulary_rows(tmp_path) == rows
+
+
+@pytest.mark.parametrize(
+    ("sources", "overrides", "words"),
+    [
+        (("a.jsonl",), ["train.max_steps=1"], "Of files alone, only data.… and target.… can be set, not train."),
+        (("a.jsonl",), ["target=3"], "target: found 3 (integer), expected a table"),
+        (("r.toml", "a.jsonl"), [], "r.toml is a recipe, which names its data itself; given with it: 1 other file."),
+    ],
+)
+def test_sources_that_do_not_go_together(sources: tuple[str, ...], overrides: list[str], words: str) -> None:
+    with pytest.raises(SlipstreamError, match=re.escape(words)):
+        read_sources(sources, None, overrides)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"has no tokenizer: none of tokenizer\.json, "):
+        locate_tokenizer(TargetSpec(model=str(tmp_path)))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(SlipstreamError) as refused:
+        locate_tokenizer(TargetSpec(model=str(tmp_path)))
+    assert refused.value.remedy == f"Name the file itself: {tmp_path / 'model.gguf'}"
 
 
 def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
