@@ -29,6 +29,11 @@ def as_typed(typed: str, command: str) -> dict[str, str]:
     return {_TYPED: f"{command}={typed}"}
 
 
+def own_help(words: str | None) -> str | None:
+    """Help of a flag that only this program's own command has: hidden from who typed another one."""
+    return argparse.SUPPRESS if _TYPED in os.environ else words
+
+
 def answer_as_typed(
     parser: argparse.ArgumentParser, commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 ) -> None:

@@ -25,6 +25,7 @@ from slipstream.run_spec.overrides import apply_overrides, parse_override
 from slipstream.run_spec.problems import problems_of
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import MAX_EPOCHS, DataSpec, DrafterSpec, EvalSpec, TargetSpec
+from slipstream.stand_in import own_help
 
 if TYPE_CHECKING:
     from slipstream.target_loading import LoadedTarget
@@ -82,10 +83,11 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             help="override a recipe's setting; of files: data.… or target.…",
         )
         parser.add_argument(
-            "--report", type=Path, required=True, metavar="FILE", help="receives what was found, as JSON"
+            "--report", type=Path, required=True, metavar="FILE", help=own_help("receives what was found, as JSON")
         )
-        parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-        parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
+        levels = ("debug", "info", "warning", "error")
+        parser.add_argument("--log-level", choices=levels, default="info", help=own_help(None))
+        parser.add_argument("--log-json", action="store_true", help=own_help("one JSON object a line"))
     inspect.add_argument(
         "--limit", type=_RECORDS, default=DEFAULT_LIMIT, metavar="N", help="records of each file; default: %(default)d"
     )

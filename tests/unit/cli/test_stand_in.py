@@ -33,7 +33,7 @@ def test_errors_name_what_was_typed(
     said = capsys.readouterr().err
     assert left.value.code == 2
     assert said.startswith(f"usage: {typed} [-h]") and f"\n{typed}: error: " in said
-    assert "drafter-trainer" not in said and "target-server" not in said
+    assert "drafter-trainer" not in said and "target-server" not in said and "--report FILE" not in said
 
 
 def _train(words: list[str]) -> argparse.Namespace:
