@@ -111,7 +111,7 @@ def read_stack(home: Path) -> Stack | None:
         raise SlipstreamError(
             f"{path} is no stack: {'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}",
             reason=Reason.SPEC_INVALID,
-            remedy="Bring the stack up from a recipe again: `slipstream up RECIPE`.",
+            remedy="Remove it, then bring the stack up again: `slipstream up RECIPE`. Its runs are not in this file.",
         ) from error
 
 

@@ -33,7 +33,9 @@ def test_a_damaged_stack_is_refused_in_words(tmp_path: Path, text: str) -> None:
     Home(tmp_path).stack_file.write_text(text)
     with pytest.raises(SlipstreamError, match="is no stack") as refused:
         read_stack(tmp_path)
-    assert refused.value.reason is Reason.SPEC_INVALID and "slipstream up RECIPE" in refused.value.remedy
+    assert refused.value.reason is Reason.SPEC_INVALID and "Remove it" in refused.value.remedy
+    Home(tmp_path).stack_file.unlink()
+    assert read_stack(tmp_path) is None, "the remedy helps"
 
 
 def test_a_damaged_state_is_refused_in_words(tmp_path: Path) -> None:
