@@ -11,7 +11,8 @@ included. A RECIPE, --model or --set makes a new stack; in a home without one, t
 """
 _EPILOG = """
 exit status: 0 stopped in order, ready (--detach), or already up; 2 a recipe or flag; 3 a model or path; 4 a device or
-port; 18 another stack is up in this home; 19 a process keeps dying; 130 interrupted while waiting (--detach).
+port; 18 a stack with other settings is up in this home; 19 a process keeps dying; 130 interrupted while waiting
+(--detach).
 """
 
 
