@@ -141,6 +141,7 @@ def test_a_target_is_named_by_what_a_stranger_can_find(known: str | None, tmp_pa
     directory = tmp_path / "a-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"_name_or_path": known}))
+    (directory / "tokenizer.json").touch()  # without one it is no model
     trained = TargetSpec(model=str(directory))
     files = files_at_hand(trained)
     found = TargetFacts("a-model", None, None, at_hand=True, only_here=True)
