@@ -64,6 +64,9 @@ class Limits:
     """Leases of one subscription that are neither confirmed nor released."""
     longest_lease: float = 600.0
     """Seconds."""
+    ahead: int = 2
+    """Packs computed for a run beyond those it has room for, where nothing else is wanted. An engine that waited for
+    the trainer to ask again would leave its device idle while it launches the next pack."""
     patience: float = 10.0
     """Seconds for which slower runs of its stream may hold a run up, beyond as many in which they did not."""
 

@@ -11,6 +11,7 @@ apart, on slots of its own. Rules for a slot, first match wins:
     4. for a convoy with fewer than its guaranteed slots before that pack: the latest pack that another convoy has
        beyond its own guaranteed ones, which are its earliest.
 
+A pack that nobody has asked for yet is computed by rules 1 and 2 alone, and where nothing else is wanted.
 A pack under an unexpired lease, or being written, never gives way; how many leases there may be is held within the
 guarantee as well. Rules 1 and 2 never cause a recomputation among active subscriptions; 3 and 4 do, after a seek
 backwards and between convoys, and the shelf counts it.
@@ -50,13 +51,13 @@ def convoys(active: Iterable[Subscription], window: int) -> list[Convoy]:
     return list(groups)
 
 
-def next_missing(shelf: Shelf, convoy: Convoy) -> int | None:
-    """The first pack that a convoy wants and the shelf has not; None when it wants nothing."""
+def next_missing(shelf: Shelf, convoy: Convoy, ahead: int = 0) -> int | None:
+    """The first pack that a convoy wants, up to `ahead` packs early, and the shelf has not; None: there is none."""
     missing = (
         sequence_number
         for member in convoy
         if may_be_served(member)
-        for sequence_number in member.wanted(len(shelf))
+        for sequence_number in member.wanted(len(shelf), ahead)
         if not shelf.holds(sequence_number)
     )
     return min(missing, default=None)
@@ -69,6 +70,13 @@ def choose(shelf: Shelf, convoy: Convoy, holdings: "Holdings") -> Choice | None:
         return None
     slot = _choose_slot(shelf, sequence_number, convoy, holdings)
     return None if slot is None else Choice(sequence_number, slot, convoy)
+
+
+def choose_ahead(shelf: Shelf, convoy: Convoy, holdings: "Holdings", ahead: int) -> Choice | None:
+    """A pack that a convoy will ask for soon and a slot that nobody misses; None when there is no such pair."""
+    sequence_number = next_missing(shelf, convoy, ahead)
+    slot = None if sequence_number is None else _unneeded_slot(shelf, convoy, holdings)
+    return None if slot is None or sequence_number is None else Choice(sequence_number, slot, convoy)
 
 
 class Holdings:
@@ -112,18 +120,34 @@ def may_pin(shelf: Shelf, slot: Slot, reader: Subscription, active: Sequence[Sub
 
 
 def _choose_slot(shelf: Shelf, sequence_number: int, convoy: Convoy, holdings: Holdings) -> Slot | None:
-    needed_by_others = {slot.index for _, held in holdings.of_others(convoy) for slot in held}
+    unneeded = _unneeded_slot(shelf, convoy, holdings)
+    if unneeded is not None:
+        return unneeded
     needed_here = {slot.index for slot in holdings.of(convoy)}
-    empty = [slot for slot in shelf.slots if slot.state is SlotState.EMPTY]
-    free = [slot for slot in shelf.ready_slots() if slot.readers == 0]
-    own = [slot for slot in free if slot.index not in needed_by_others]
-    unneeded = [slot for slot in own if slot.index not in needed_here]
-    if len(empty) + len(unneeded) > _reserved(convoy, holdings):
-        return empty[0] if empty else min(unneeded, key=lambda slot: slot.last_used)
-    later = [slot for slot in own if slot.index in needed_here and slot.sequence_number > sequence_number]
+    later = [
+        slot
+        for slot in _free_of_others(shelf, convoy, holdings)
+        if slot.index in needed_here and slot.sequence_number > sequence_number
+    ]
     if later:
         return max(later, key=lambda slot: slot.sequence_number)
     return _steal(shelf, sequence_number, convoy, holdings)
+
+
+def _unneeded_slot(shelf: Shelf, convoy: Convoy, holdings: Holdings) -> Slot | None:
+    """Rules 1 and 2."""
+    needed_here = {slot.index for slot in holdings.of(convoy)}
+    empty = [slot for slot in shelf.slots if slot.state is SlotState.EMPTY]
+    unneeded = [slot for slot in _free_of_others(shelf, convoy, holdings) if slot.index not in needed_here]
+    if len(empty) + len(unneeded) <= _reserved(convoy, holdings):
+        return None
+    return empty[0] if empty else min(unneeded, key=lambda slot: slot.last_used)
+
+
+def _free_of_others(shelf: Shelf, convoy: Convoy, holdings: Holdings) -> list[Slot]:
+    """Slots whose packs nobody reads and no other convoy needs."""
+    needed_by_others = {slot.index for _, held in holdings.of_others(convoy) for slot in held}
+    return [slot for slot in shelf.ready_slots() if slot.readers == 0 and slot.index not in needed_by_others]
 
 
 def _reserved(convoy: Convoy, holdings: Holdings) -> int:

@@ -141,6 +141,7 @@ class Subscription:
         self.pace = Pace()
         self._fresh = self.cursor
         self._horizon = self._fresh
+        self._has_asked = False
         self.leased: dict[int, Lease] = {}
         self.returned: set[int] = set()
         self.attempts: dict[int, int] = {}
@@ -198,10 +199,11 @@ class Subscription:
         sequence_number = min(self.returned, default=self.fresh)
         return sequence_number if sequence_number < self.limit else None
 
-    def wanted(self, window: int) -> Iterator[int]:
-        """Packs to have on the shelf now, ascending: those asked for, within `window` packs of the cursor."""
+    def wanted(self, window: int, ahead: int = 0) -> Iterator[int]:
+        """Packs to have on the shelf now, ascending: those asked for, and `ahead` beyond them, within `window` packs of
+        the cursor."""
         yield from sorted(self.returned)
-        end = min(self._horizon, self.limit, self.low + window)
+        end = min(self._horizon + (ahead if self._has_asked else 0), self.limit, self.low + window)
         for sequence_number in itertools.count(self.fresh):
             if sequence_number >= end:
                 return
@@ -210,6 +212,7 @@ class Subscription:
 
     def ask_for(self, packs: int) -> None:
         """A trainer has room for so many packs beyond those it was granted: the credit that drives production."""
+        self._has_asked = True
         self._horizon = max(self._horizon, self.fresh + max(0, packs - len(self.returned)))
 
     @property

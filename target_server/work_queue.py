@@ -93,14 +93,14 @@ class WorkQueue:
     def _choose(self) -> Work | None:
         book = self._book
         self._patience_ends = float("inf")
-        offers = [
-            offer
-            for stream, shelf in book.shelves.items()
-            if stream not in book.held_streams
-            for offer in self._offers(stream, shelf)
-        ]
-        offer = self._share.take(offers, book.subscriptions.values())
-        if offer is None:
+        shelves = [(name, shelf) for name, shelf in book.shelves.items() if name not in book.held_streams]
+        offer = None
+        for find in (self._offers, self._offers_ahead):
+            offers = [offer for stream, shelf in shelves for offer in find(stream, shelf)]
+            offer = self._share.take(offers, book.subscriptions.values())
+            if offer is not None:
+                break
+        else:
             return None
         sequence_number, slot = offer.choice.sequence_number, offer.choice.slot
         book.shelves[offer.stream].reserve(slot, sequence_number)
@@ -124,11 +124,17 @@ class WorkQueue:
                     log_event(_log, "info", "runs_left_behind", stream=stream, subscriptions=slow)
                     break
                 if choice is not None:
-                    needed = [each for each in convoy if each.needs(choice.sequence_number)]
-                    payers = [each for each in needed if scheduling.may_be_served(each)]
-                    offers.append(Offer(stream, choice, shelf.pack_cost, payers))
+                    offers.append(_offer(stream, shelf, choice))
             else:
                 return offers
+
+    def _offers_ahead(self, stream: str, shelf: Shelf) -> list[Offer]:
+        """What each convoy of a stream is going to ask for."""
+        convoys = scheduling.convoys(self._book.active(stream), len(shelf))
+        holdings = scheduling.Holdings(shelf, convoys)
+        ahead = self._book.limits.ahead
+        choices = (scheduling.choose_ahead(shelf, convoy, holdings, ahead) for convoy in convoys)
+        return [_offer(stream, shelf, choice) for choice in choices if choice is not None]
 
     def _held(self, shelf: Shelf, convoy: scheduling.Convoy) -> list[Subscription]:
         """Members that want a pack for which there is no slot."""
@@ -146,3 +152,8 @@ class WorkQueue:
             member.pace.note(member in held, now, patience)
             if member in held and member.low > convoy[0].low:
                 self._patience_ends = min(self._patience_ends, now + patience - member.pace.held_up)
+
+
+def _offer(stream: str, shelf: Shelf, choice: scheduling.Choice) -> Offer:
+    needed = [each for each in choice.convoy if each.needs(choice.sequence_number)]
+    return Offer(stream, choice, shelf.pack_cost, [each for each in needed if scheduling.may_be_served(each)])

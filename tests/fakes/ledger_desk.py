@@ -69,12 +69,19 @@ class LedgerDesk:
     """One stream of `num_packs` packs on a shelf of `num_slots` slots."""
 
     def __init__(
-        self, path: Path, *, num_slots: int = 4, num_packs: int | None = 100, max_outstanding: int = 8
+        self,
+        path: Path,
+        *,
+        num_slots: int = 4,
+        num_packs: int | None = 100,
+        max_outstanding: int = 8,
+        ahead: int = 0,
     ) -> None:
+        """`ahead`: 0, other than a server's, so that what is computed is what was asked for."""
         self.now = 0.0
         self.num_packs = num_packs
         self.store = LedgerStore(path)
-        self.book = LeaseBook(self.store, Limits(max_outstanding=max_outstanding), clock=lambda: self.now)
+        self.book = LeaseBook(self.store, Limits(max_outstanding=max_outstanding, ahead=ahead), clock=lambda: self.now)
         self.ledger = LeaseLedger(self.book)
         self.queue = WorkQueue(self.book)
         self.control = StreamControl(self.book)

@@ -5,7 +5,7 @@ Other than LiveTarget, which has both, it computes when it is told to: a test de
 
 from pathlib import Path
 
-from target_server.lease_book import LeaseBook
+from target_server.lease_book import LeaseBook, Limits
 from target_server.lease_ledger import Ask, LeaseLedger, SeekTo
 from target_server.ledger_store import LedgerStore
 from target_server.producer import Producer
@@ -28,7 +28,8 @@ class SteppedTarget:
         self.target = target
         self.ledger_file = ledger
         self.store = LedgerStore(ledger)
-        self.book = LeaseBook(self.store, clock=self.clock)
+        # What is computed is what was asked for.
+        self.book = LeaseBook(self.store, Limits(ahead=0), clock=self.clock)
         self.ledger = LeaseLedger(self.book)
         self.control = StreamControl(self.book)
         self.queue = WorkQueue(self.book)

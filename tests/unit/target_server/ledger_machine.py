@@ -25,9 +25,9 @@ runs = st.sampled_from(sorted(RUNS))
 class LedgerMachine(RuleBasedStateMachine):
     """The ledger beside its model."""
 
-    @initialize(num_slots=st.integers(2, 6))
-    def start(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    @initialize(num_slots=st.integers(2, 6), ahead=st.sampled_from((0, 2)))
+    def start(self, num_slots: int, ahead: int) -> None:
+        self.num_slots, self.ahead = num_slots, ahead
         # In memory where possible: thousands of synchronous writes are not what is tested here.
         self.directory = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.ledger_file = Path(self.directory.name) / "ledger.sqlite"
@@ -37,7 +37,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """Packs that an engine of the present server has set aside."""
 
     def open_desk(self) -> LedgerDesk:
-        return LedgerDesk(self.ledger_file, num_slots=self.num_slots, num_packs=NUM_PACKS, max_outstanding=4)
+        return LedgerDesk(
+            self.ledger_file, num_slots=self.num_slots, num_packs=NUM_PACKS, max_outstanding=4, ahead=self.ahead
+        )
 
     def name(self, run: str) -> str:
         return f"subscriptions/{run}"

@@ -1,0 +1,65 @@
+"""Packs computed before a trainer has room for them, so that the device does not wait for it to ask again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.ledger_desk import STREAM, LedgerDesk
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[LedgerDesk]:
+    desk = LedgerDesk(tmp_path / "ledger.sqlite", num_slots=6, ahead=2)
+    yield desk
+    desk.close()
+
+
+def test_two_packs_lie_ready_for_a_trainer_that_is_busy(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    assert desk.work() == [], "nobody has asked for anything"
+    assert desk.get(name, incarnation) == [0]
+    assert desk.computed == [0, 1, 2]
+    # The next ones need not be waited for, and two more take their place.
+    assert [desk.get(name, incarnation) for _ in range(2)] == [[1], [2]]
+    assert desk.work() == [3, 4]
+
+
+def test_what_a_run_waits_for_comes_before_what_another_will_want(desk: LedgerDesk) -> None:
+    first, incarnation = desk.join("first")
+    second, other = desk.join("second", next_step=50)
+    desk.ask(first, incarnation)
+    assert desk.work(1) == [0]
+    desk.ask(second, other, packs=2)
+    assert desk.work() == [50, 51, 1, 52, 2], "then in turns, as far as there is room"
+
+
+def test_nothing_is_computed_early_into_a_slot_that_somebody_needs(tmp_path: Path) -> None:
+    desk = LedgerDesk(tmp_path / "ledger.sqlite", num_slots=4, ahead=2)
+    first, incarnation = desk.join("first")
+    second, other = desk.join("second", next_step=50)
+    desk.ask(first, incarnation, packs=2)
+    desk.ask(second, other, packs=2)
+    assert sorted(desk.work()) == [0, 1, 50, 51]
+    assert desk.get(first, incarnation) == [0]
+    assert desk.work() == [2], "pack 0's slot is free: the others are needed, each run's second one too"
+    assert desk.control.counters(STREAM).packs_recomputed == 0
+    desk.close()
+
+
+def test_a_paused_run_and_a_seek(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    assert desk.get(name, incarnation) == [0]
+    desk.control.pause(name)
+    assert desk.work() == []
+    desk.control.resume(name)
+    desk.seek(name, 30)
+    assert desk.work() == [], "nothing was asked for at the new place yet"
+
+
+def test_the_end_of_an_epoch_is_the_end(tmp_path: Path) -> None:
+    desk = LedgerDesk(tmp_path / "ledger.sqlite", num_packs=2, ahead=2)
+    name, incarnation = desk.join("a")
+    assert desk.get(name, incarnation) == [0]
+    assert desk.work() == [] and desk.computed == [0, 1]
+    desk.close()
