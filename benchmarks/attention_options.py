@@ -44,8 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Of the kernel, but for `REPEATED`: how often keys and values are repeated before it, 0 for once a query head; and
 `UNMASKED`: every element of a listed tile is seen, which is wrong and shows what the mask function costs; and
-`UNCHECKED`: the mask function reads its intervals at any row it is asked for, because torch 2.11 cannot translate a minimum
-for that backend (sizes are whole tiles here, so no row lies past the end)."""
+`UNCHECKED`: the mask function reads its intervals at any row it is asked for, because torch 2.11 cannot translate a
+minimum for that backend (sizes are whole tiles here, so no row lies past the end)."""
 STEPS = 20
 TOLERANCE = 0.02
 
