@@ -64,7 +64,9 @@ def nearest_fit(sizes: RunSizes, limit_bytes: int, device_bytes: int) -> Fit | N
     for price, changes in itertools.chain(cheap_first, coarse_first):
         peak = _peak(sizes, changes, device_bytes)
         if peak <= limit_bytes:
-            return Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+            found = Fit(tuple(setting for change in changes for setting in change.settings), price, peak)
+            # What is enough alone is searched in the whole grid, and may be nearer than the nearest of the coarse one.
+            return min((found, *single_fits(sizes, limit_bytes, device_bytes)), key=lambda fit: fit.price)
     return None
 
 

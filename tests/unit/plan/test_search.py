@@ -44,6 +44,12 @@ def test_the_nearest_fits_and_was_dearer_to_find_than_any_cheaper(size: str, mem
         assert alone.price >= fit.price and alone.peak_bytes <= limit
 
 
+def test_of_very_many_combinations_none_is_taken_that_is_dearer_than_one_setting() -> None:
+    fit = nearest_fit(replace(C, packs_per_step=99_999_999_999), 24 * GIB, 24 * GIB)
+    alone = single_fits(replace(C, packs_per_step=99_999_999_999), 24 * GIB, 24 * GIB)
+    assert fit is not None and alone and fit.price <= alone[0].price
+
+
 def test_no_cheaper_combination_fits() -> None:
     """Against every combination of the grid."""
     sizes, limit = replace(C, anchors_per_pack=256, packs_per_step=2), GIB * 3 // 2
