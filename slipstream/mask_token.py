@@ -117,7 +117,8 @@ def mask_facts(files: TargetFiles) -> MaskFactsOfFiles | None:
     if rows is None or not isinstance(vocabulary, dict | list):
         return None
     # Of Unigram, pairs of a token and its score.
-    tokens = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary if entry}
+    listed = vocabulary if isinstance(vocabulary, dict) else [pair[0] for pair in vocabulary if _is_pair(pair)]
+    tokens = set(listed)
     added = [*_entries(tokenizer.get("added_tokens")), *_decoder_entries(settings)]
     special = {content: row for row, content in added}
     tokens |= special.keys()
@@ -151,17 +152,22 @@ def _speaks_of_a_mask(tokens: set[str]) -> bool:
     return any(f"{begin}{word}{end}" in tokens for begin, end in ("[]", "<>") for word in ("MASK", "mask"))
 
 
+def _is_pair(entry: object) -> bool:
+    return isinstance(entry, list) and bool(entry) and isinstance(entry[0], str)
+
+
 def _entries(added: Any) -> list[tuple[int, str]]:
     """Rows and texts of `added_tokens`."""
     listed = [one for one in added if isinstance(one, Mapping)] if isinstance(added, list) else []
-    return [(one["id"], one["content"]) for one in listed if isinstance(one.get("id"), int) and one.get("content")]
+    pairs = [(one.get("id"), one.get("content")) for one in listed]
+    return [(row, content) for row, content in pairs if isinstance(row, int) and isinstance(content, str)]
 
 
 def _decoder_entries(settings: Mapping[str, Any]) -> list[tuple[int, str]]:
     """The same of `added_tokens_decoder`, by row."""
     decoder = settings.get("added_tokens_decoder")
     pairs = decoder.items() if isinstance(decoder, Mapping) else ()
-    return _entries([{"id": int(row), **token} for row, token in pairs if row.isdecimal() and isinstance(token, dict)])
+    return _entries([{**token, "id": int(row)} for row, token in pairs if row.isdecimal() and isinstance(token, dict)])
 
 
 def _member(table: Mapping[str, Any], *keys: str) -> Any:

@@ -79,7 +79,8 @@ def test_what_files_do_not_say_surely_is_left_to_the_trainer(tmp_path: Path) -> 
     tokenizer["added_tokens"].append({"id": 999, "content": "<mask>"})
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     require_mask(spec(target))
-    for content in ("", "[]", "{", '{"model": {"vocab": 3}}'):
+    model_and_added = '{"model": {"vocab": [3, [], [[1], 2]]}, "added_tokens": [3, {"id": 1, "content": [2]}]}'
+    for content in ("", "[]", "{", '{"model": {"vocab": 3}}', model_and_added):
         (target / "tokenizer.json").write_text(content)
         require_mask(spec(target))
     (target / "tokenizer.json").unlink()
