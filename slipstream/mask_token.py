@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import read_gguf_header
 from slipstream.packaged_model import packaged_copy
+from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec, RunSpec
 from slipstream.target_files import TargetFiles, files_at_hand
@@ -89,6 +90,8 @@ def require_mask(spec: RunSpec) -> None:
     Raises:
         SlipstreamError: SPEC_INVALID, as `mask_row` does.
     """
+    if spec.drafter.architecture != DFLASH:
+        return  # an architecture that a package brings may find its mask in another way
     packaged = packaged_copy(spec.target)
     target = spec.target if packaged is None else spec.target.model_copy(update={"model": packaged})
     try:

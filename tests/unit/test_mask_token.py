@@ -66,6 +66,8 @@ def test_the_words_are_the_trainers(tmp_path: Path) -> None:
         assert message in refused.value.message and refused.value.reason is Reason.SPEC_INVALID
     require_mask(spec(target, mask_token="<|im_start|>"))
     require_mask(spec(target, mask_token_id=length - 1))
+    others = spec(target)
+    require_mask(others.model_copy(update={"drafter": others.drafter.model_copy(update={"architecture": "other"})}))
     require_mask(spec(model(tmp_path, spare=1)[0]))
 
 
