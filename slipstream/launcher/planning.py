@@ -21,7 +21,7 @@ from slipstream.launcher.stack import (
 )
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
-from slipstream.packaged_model import RECIPE, given_model, packaged_model
+from slipstream.packaged_model import RECIPE, given_model, packaged_copy, packaged_model
 from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.device import overrides_for
 from slipstream.run_spec.load import load_recipe
@@ -125,6 +125,9 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
         overrides.insert(0, f"target.model={packaged_model()}")
     path = recipes.find_recipe(wanted.recipe or RECIPE)
     spec = load_recipe(path, overrides).spec
+    if wanted.recipe == RECIPE and wanted.model is None and (packaged := packaged_copy(spec.target)):
+        # The recipe of the packaged model, named or not: one that is there is not downloaded.
+        spec = load_recipe(path, [f"target.model={packaged}", *overrides]).spec
     files = (*spec.data.files, *(file for file in (spec.eval.prompts, spec.eval.heldout) if file))
     places = (str(path.absolute().parent), *map(str, directories_of(files)))
     return spec.target, tuple(dict.fromkeys(places))
@@ -271,9 +274,9 @@ def example_run(wanted: Wanted, model: TargetSpec, trainers: tuple[TrainerPart, 
     """Arguments of `slipstream run create` for the recipe that the stack was planned from, so that its trainers can
     train it."""
     overrides = list(wanted.overrides)
-    if wanted.recipe is None or wanted.model is not None:
-        overrides.append(f"target.model={model.model}")
     recipe = wanted.recipe or RECIPE
+    if load_recipe(recipes.find_recipe(recipe), overrides).spec.target.model != model.model:
+        overrides.append(f"target.model={model.model}")
     if trainers:
         on_gpu = any(trainer.device != "cpu" for trainer in trainers)
         # Who asks for a device gets it; but without a GPU there is only one.

@@ -147,6 +147,20 @@ def test_without_a_recipe_the_packaged_model_is_served(monkeypatch: pytest.Monke
     assert "train.device=cuda" in stack.example
 
 
+def test_its_own_recipe_serves_the_packaged_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpus=0)
+    monkeypatch.setattr(
+        planning, "packaged_copy", lambda target: "/packages/model.gguf" if "/" in target.model else None
+    )
+    stack = plan(Wanted(recipe="demo-smollm2-135m"))
+    assert stack.target is not None and stack.target.model.model == "/packages/model.gguf"
+    assert "target.model=/packages/model.gguf" in stack.example
+    asked = plan(Wanted(recipe="demo-smollm2-135m", overrides=("target.model=HuggingFaceTB/SmolLM2-135M-Instruct",)))
+    assert asked.target is not None and asked.target.model.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    other = plan(Wanted(recipe="smollm2-135m-1gpu"))
+    assert other.target is not None and other.target.model.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
 ON_CPU = ["train.device=cpu", "train.attention=sdpa", "train.precision=float32"]
 ON_GPU = ["train.device=cuda", "train.attention=flex", "train.precision=bfloat16"]
 
