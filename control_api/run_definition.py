@@ -56,7 +56,10 @@ def _model_may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
     """Nobody shall find out through a server with data roots what lies elsewhere; the hub's cache has models alone."""
     if not roots or not is_path(model):
         return True
-    path = Path(model).expanduser().resolve()
+    try:
+        path = Path(model).expanduser().resolve()
+    except (OSError, RuntimeError):  # a name too long for a file, a home directory that nobody has
+        return False
     return any(path.is_relative_to(root.resolve()) for root in roots)
 
 

@@ -122,3 +122,25 @@ def test_a_control_api_refuses_what_it_may_read(tmp_path: Path) -> None:
     for roots in ((), (tmp_path,)):
         with pytest.raises(SlipstreamError, match="no mask token and no unused row"):
             define_run(body.model_copy(update={"spec": {**(body.spec or {}), "data": {"files": ["/a"]}}}), roots)
+
+
+UNREADABLE = ("~nobody-has-this-home/model", "/models/" + "x" * 5000, "x" * 5000)
+"""Another machine's names: nothing that this one can look at."""
+
+
+@pytest.mark.parametrize("name", UNREADABLE, ids=["no such home", "a long path", "a long name"])
+def test_a_model_that_cannot_be_looked_at_here_is_left_to_the_trainer(name: str) -> None:
+    require_mask(spec(Path(name)))
+    body = RunCreate(spec=spec(Path(name)).model_dump(mode="json"))
+    for roots in ((), (Path("/"),)):
+        assert define_run(body, roots).target.model == name
+
+
+def test_so_is_one_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = model(tmp_path)
+
+    def refused(_path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refused)
+    require_mask(spec(target))
