@@ -38,7 +38,9 @@ class _Sample:
 
     documents: list[DocumentTable]
     share: float
-    """Of the file's bytes; 1 where it was read to its end."""
+    """Of the file."""
+    is_whole: bool
+    """It was read to its end."""
 
 
 def measure_epochs(
@@ -68,7 +70,7 @@ def measure_epochs(
             remedy="`slipstream data inspect` says why.",
         )
     table = DocumentTable(encode_documents([(document, 0, 0) for each in tables for document in each]))
-    if len(picked) == len(files) and all(sample.share == 1.0 for sample in samples):
+    if len(picked) == len(files) and all(sample.is_whole for sample in samples):
         return _length(table, data, epochs, "the only document" if len(table) == 1 else f"all {len(table):,} documents")
     # Of a file what its sample says, of files that were not opened what the others say.
     sizes = [file_stamp(file.path).size for file in picked]
@@ -100,7 +102,11 @@ def _sample(encoder: RecordEncoder, number: int, file: SourceFile, limit: int) -
             if len(encoded.documents.rows):
                 tables.append(DocumentTable(encoded.documents))
             read, offset = read + len(block), block[-1].position.offset
-        is_whole = next(records, None) is None
+        size = file_stamp(file.path).size
+        # All bytes may lie in a buffer already, of gzip or of an array: the records that are left there are few.
+        left = sum(1 for _ in records) if offset >= size else int(next(records, None) is not None)
     except OSError as error:
         raise unreadable(file.path, str(error.strerror or error)) from error
-    return _Sample(tables, 1.0 if is_whole else min(1.0, offset / file_stamp(file.path).size))
+    if not left:
+        return _Sample(tables, 1.0, is_whole=True)
+    return _Sample(tables, offset / size if offset < size else read / (read + left), is_whole=False)

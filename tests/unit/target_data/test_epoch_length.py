@@ -1,5 +1,6 @@
 """How many packs the epochs of a run have: counted where that is quick, else estimated."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_large_data_is_estimated_from_its_beginning(
         found = measure_epochs(data, files, chatml, 2)
         assert not found.exact and found.source == f"estimated from {words}"
         assert found.packs == pytest.approx(packs_of_all(names), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_records_that_wait_in_a_buffer_are_not_forgotten(
+    name: str, tmp_path: Path, chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small file all bytes are read long before the last record."""
+    path = Path(write_rows(tmp_path / "a.jsonl", SIZES))
+    text = path.read_text()
+    if name == "a.json":
+        (tmp_path / name).write_text(f"[{','.join(text.splitlines())}]")
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    monkeypatch.setattr(epoch_length, "_MOST_RECORDS", 100)
+    data = DataSpec(files=(str(tmp_path / name),), pack_tokens=256)
+    found = measure_epochs(data, find_files(data.files, None), chatml, 2)
+    assert not found.exact and found.source == "estimated from the first 100 records of each file"
+    assert found.packs == pytest.approx(packs_of_all([str(path)]), rel=0.1)
 
 
 def packs_of_all(names: list[str]) -> float:
