@@ -37,11 +37,11 @@ def flash_4_kernel(
         dtype: of queries, keys and values, bfloat16 or float16.
         other: torch's own kernel, right and slower.
     """
-    if not _is_installed() or torch.cuda.get_device_capability(device) < _OLDEST:
-        return None
-    if any(layer.query_dim != _HEAD_DIM for layer in traits):
+    if torch.cuda.get_device_capability(device) < _OLDEST or any(layer.query_dim != _HEAD_DIM for layer in traits):
         return None
     try:
+        if not _is_installed():
+            return None
         kernel = _make_kernel()
         differing = [layer for layer in dict.fromkeys(traits) if not _agree(kernel, other, layer, device, dtype)]
     except Exception as error:  # noqa: BLE001 - whatever a beta raises, torch's kernel is there
@@ -55,9 +55,10 @@ def flash_4_kernel(
 
 
 def _is_installed() -> bool:
+    """Imports the package around it, which is flash-attn 2's where that is installed too, with errors of its own."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package around it is not there
         return False
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,11 +48,27 @@ def test_one_that_does_not_is_left_and_said(
     assert why in str(vars(caplog.records[0]))
 
 
+def test_another_package_of_the_name_that_cannot_be_loaded_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """flash-attn 2 that was built for another torch fails so when it is imported, and it is around flash-attn 4."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text('raise ImportError("flash_attn_2_cuda.so: undefined symbol")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    with caplog.at_level(logging.WARNING):
+        assert flash_4_kernel([LAYER], CPU, torch.float32, per_document) is None
+    assert [record.message for record in caplog.records] == ["flash_attention_4_not_used"]
+    assert "undefined symbol" in str(vars(caplog.records[0]))
+
+
 def test_small_heads_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, raising, AttentionTraits(64**-0.5, None, None, 64, 64)) is None
 
 
-def test_without_the_package_nothing_is_tried() -> None:
+def test_without_the_package_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash_attn is installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     assert flash_4_kernel([LAYER], CPU, torch.float32, per_document) is None
