@@ -49,12 +49,26 @@ def test_nothing_is_computed_early_into_a_slot_that_somebody_needs(tmp_path: Pat
 
 def test_a_paused_run_and_a_seek(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a")
-    assert desk.get(name, incarnation) == [0]
+    desk.ask(name, incarnation)
+    assert desk.work(1) == [0]
     desk.control.pause(name)
     assert desk.work() == []
     desk.control.resume(name)
+    assert desk.work() == [1, 2]
     desk.seek(name, 30)
     assert desk.work() == [], "nothing was asked for at the new place yet"
+
+
+@pytest.mark.parametrize("away", ["left", "silent"])
+def test_nothing_is_computed_early_for_a_run_that_is_away(desk: LedgerDesk, away: str) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation)
+    assert desk.work(1) == [0]
+    if away == "left":
+        desk.ledger.leave(name, incarnation)
+    else:
+        desk.now += 31
+    assert desk.work() == []
 
 
 def test_the_end_of_an_epoch_is_the_end(tmp_path: Path) -> None:
