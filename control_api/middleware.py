@@ -100,7 +100,7 @@ def _is_of_another_site(headers: Headers) -> bool:
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
-    # Of an older browser: the page's own address, or `null`.
+    # Of an older browser, and of any over plain http from another machine: the page's own address, or `null`.
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
