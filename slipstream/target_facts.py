@@ -59,6 +59,8 @@ def read_target_facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
     """
     settings = model.config.get_text_config()
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _final_norm(model)
+    for part, module in (("embedding", embedding), ("head", head), ("final norm", norm)):
+        _check_plain(part, module)
     _check_shapes(embedding, head, len(tokenizer))
     probe = _run_probe(model, norm)
     tolerance = _TOLERANCE[model.dtype]
@@ -124,6 +126,19 @@ def _final_norm(model: PreTrainedModel) -> nn.Module:
             "Use a target of the Llama kind (Llama, Qwen, Mistral, Gemma, …).",
         )
     return norm
+
+
+def _check_plain(part: str, module: nn.Module | None) -> None:
+    """Quantised layers are the target's affair; these three a drafter computes with."""
+    if module is None:
+        return
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.element_size() < 2:
+        kind = type(module).__name__ + (f" of {weight.dtype}" if isinstance(weight, Tensor) else "")
+        raise model_error(
+            f"The {part} of the target is quantised ({kind}), and drafters compute with it.",
+            "Use a checkpoint that leaves embedding, head and norms as they are (lm_head among what is not converted).",
+        )
 
 
 def _check_shapes(embedding: nn.Module, head: nn.Module | None, tokenizer_length: int) -> None:

@@ -4,6 +4,7 @@ torch and transformers are imported when a model is loaded, not with this module
 """
 
 import importlib.util
+import itertools
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_reading import gguf_read_once
+from slipstream.quantised_target import QuantisedLoading, check_tensors, find_quantisation, plan_loading
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, locate_target, locate_tokenizer, model_error
@@ -34,6 +36,8 @@ class LoadedTarget:
     files: TargetFiles
     ranks: int = 1
     """Processes that share the model, this one included: every forward needs all of them."""
+    quantised: QuantisedLoading | None = None
+    """How quantised weights were loaded; None: they are not."""
 
 
 def load_causal_lm(spec: TargetSpec, device: str, rank: Rank | None = None) -> LoadedTarget:
@@ -59,6 +63,8 @@ def load_causal_lm(spec: TargetSpec, device: str, rank: Rank | None = None) -> L
     files = locate_target(spec)
     if files.is_gguf:
         _require("gguf", "accelerate", purpose=f"reading {files.weights[0].name}", extra="gguf")
+    quantisation = find_quantisation(spec, files)
+    loading = None if quantisation is None else plan_loading(quantisation, spec, torch.device(device))
     rank = rank or Rank()
     if rank.count > 1:
         join_group(rank, device)
@@ -66,9 +72,9 @@ def load_causal_lm(spec: TargetSpec, device: str, rank: Rank | None = None) -> L
         tokenizer = _load_tokenizer(spec, files, root)
         sharding = sharding_arguments(root, rank, _source(spec, files)) if rank.count > 1 else {}
         with spread_over(torch.device(device)) if sharding else nullcontext():
-            model = _load_model(spec, files, root, torch.device(device), sharding)
+            model = _load_model(spec, files, root, torch.device(device), sharding, loading)
     decoder_layers(model)
-    return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files, rank.count)
+    return LoadedTarget(model.eval().requires_grad_(False), tokenizer, files, rank.count, loading)
 
 
 def load_tokenizer(spec: TargetSpec) -> "PreTrainedTokenizerFast":
@@ -162,25 +168,26 @@ def _load_tokenizer(spec: TargetSpec, files: TargetFiles, root: Path) -> "PreTra
 
 
 def _load_model(
-    spec: TargetSpec, files: TargetFiles, root: Path, device: "torch.device", sharding: dict[str, Any]
+    spec: TargetSpec,
+    files: TargetFiles,
+    root: Path,
+    device: "torch.device",
+    sharding: dict[str, Any],
+    loading: QuantisedLoading | None,
 ) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
-    arguments: dict[str, Any] = _source(spec, files) | sharding
-    if files.is_gguf:
-        arguments |= _gguf_arguments()
-    else:
-        arguments["use_safetensors"] = True
-    if device.type != "cpu" and not sharding and importlib.util.find_spec("accelerate"):
-        # Weights go to the device file by file; without accelerate they pass through a whole copy in host memory.
-        arguments["device_map"] = {"": device}
+    arguments = _arguments(spec, files, device, sharding, loading)
     try:
+        check_tensors(spec, files, loading)
         model, report = AutoModelForCausalLM.from_pretrained(
             root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
         )
         if not sharding:
-            model.to(device)
+            _place(model, device)
+        if getattr(model, "is_quantized", False):
+            _run_once(model)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise SlipstreamError(
             f"The target {spec.model!r} does not fit into the memory of {device} in {spec.dtype}.",
@@ -188,7 +195,8 @@ def _load_model(
             remedy="Use a smaller model, a device with more memory, or target.dtype = 'bfloat16'.",
         ) from error
     except _loading_errors() as error:
-        raise _explained("The model", spec, error) from error
+        explained = _explained("The model", spec, error)
+        raise (explained if loading is None else _quantised_error(spec, loading, error, device)) from error
     missing = sorted(report["missing_keys"])
     if missing:
         # transformers would go on with random weights.
@@ -198,6 +206,51 @@ def _load_model(
             "Check that config.json and the weights belong together and are complete.",
         )
     return model
+
+
+def _arguments(
+    spec: TargetSpec,
+    files: TargetFiles,
+    device: "torch.device",
+    sharding: dict[str, Any],
+    loading: QuantisedLoading | None,
+) -> dict[str, Any]:
+    """Of from_pretrained, besides the directory and the dtype."""
+    arguments = _source(spec, files) | sharding
+    arguments |= _gguf_arguments() if files.is_gguf else {"use_safetensors": True}
+    if loading is not None:
+        arguments |= loading.arguments
+    # Some quantisers put a model on a GPU, wherever it was wanted, unless they are told.
+    placed = device.type != "cpu" or (loading is not None and loading.why_dequantised is None)
+    if placed and not sharding and importlib.util.find_spec("accelerate"):
+        # Weights go to the device file by file; without accelerate they pass through a whole copy in host memory.
+        arguments["device_map"] = {"": device}
+    return arguments
+
+
+def _place(model: "PreTrainedModel", device: "torch.device") -> None:
+    """Onto `device`. A quantised model was loaded there, and may refuse to be moved, so it is only if it has to be.
+
+    Raises:
+        ValueError: it is elsewhere and cannot be moved.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if getattr(model, "is_quantized", False) and all(
+        tensor.device.type == device.type and device.index in (None, tensor.device.index) for tensor in tensors
+    ):
+        return
+    model.to(device)
+
+
+def _run_once(model: "PreTrainedModel") -> None:
+    """A forward over one token: some quantised layers unpack their weights or load their kernels then.
+
+    Not in inference mode, whose tensors torch.compile only half knows.
+    """
+    import torch
+
+    with torch.no_grad():
+        model(torch.zeros((1, 1), dtype=torch.int64, device=model.device))
 
 
 def _source(spec: TargetSpec, files: TargetFiles) -> dict[str, Any]:
@@ -250,6 +303,22 @@ def _explained(what: str, spec: TargetSpec, error: Exception) -> SlipstreamError
     return model_error(
         f"{what} of {spec.model!r} could not be loaded: {type(error).__name__}: {_first_line(text)}",
         "Check that the files are complete and belong together.",
+    )
+
+
+def _quantised_error(
+    spec: TargetSpec, loading: QuantisedLoading, error: Exception, device: "torch.device"
+) -> SlipstreamError:
+    found = f"The weights of {spec.model!r} are quantised (quant_method {loading.quantisation.method!r})"
+    if isinstance(error, ImportError):
+        return SlipstreamError(
+            f"{found}, and transformers lacks something to read them: {_first_line(str(error))}",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Install it, or name the model's unquantised files as target.model.",
+        )
+    return model_error(
+        f"{found}, and could not be loaded onto {device}: {type(error).__name__}: {_first_line(str(error))}",
+        "Check that the files are complete and that the method runs on this device, or use the unquantised files.",
     )
 
 

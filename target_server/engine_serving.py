@@ -13,6 +13,7 @@ import torch
 from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.quantised_target import find_quantisation
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import locate_target
@@ -50,6 +51,7 @@ class EngineHost:
         devices = [device for engine in self._plan.devices for device in engine]
         check_present(devices, torch.cuda.device_count() if devices[0] != "cpu" else 0)
         files = locate_target(spec)
+        find_quantisation(spec, files)  # refuses before the files are hashed, which takes minutes for large ones
         if self._plan.ranks > 1:
             check_divisible(spec, files, self._plan.ranks)
         tokenizer = load_tokenizer(spec)

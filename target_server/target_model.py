@@ -80,6 +80,7 @@ class TargetModel:
             model=target.model_id,
             architecture=target.config.model_type,
             dtype=spec.dtype,
+            quantised="no" if loaded.quantised is None else str(loaded.quantised),
             device=str(target.device),
             attention=target.attention,
             compiled=target.compilation,
