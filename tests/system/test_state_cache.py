@@ -37,7 +37,7 @@ def test_later_epochs_come_from_the_disk(processes: Processes, tmp_path: Path) -
 
     steps = len(plain.losses())
     assert cached.losses().keys() == plain.losses().keys()
-    assert packs_computed(plain_server) == steps
+    assert packs_computed(plain_server) - steps in (0, 1, 2)  # two may be computed ahead of the run
     # The engine may begin the second epoch before the disk has all of the first.
     assert packs_computed(cached_server) < steps / 2, cached_server.output
     assert "state_cache_used" in cached_server.output

@@ -104,7 +104,8 @@ def test_a_killed_server_comes_back_with_the_same_stream(
     assert (opened.total_packs, opened.incarnation, broken.incarnation) == (total, before, before + 1)
     broken.train()
     assert_same(broken.packs, whole.packs)
-    assert broken.stats().packs_computed == total - 3, "pack 2 for the lazy run, and those from 4 on"
+    # Pack 2 for the lazy run, those from 4 on, and pack 3, which the lazy one is going to ask for, where there was time.
+    assert broken.stats().packs_computed - total in (-3, -2)
     client.close()
     report = lineage_report(tmp_path / "ledger.sqlite", "broken")
     assert report.exactly_once
