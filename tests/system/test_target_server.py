@@ -104,7 +104,7 @@ def test_a_killed_server_comes_back_with_the_same_stream(
     assert (opened.total_packs, opened.incarnation, broken.incarnation) == (total, before, before + 1)
     broken.train()
     assert_same(broken.packs, whole.packs)
-    # Pack 2 for the lazy run, those from 4 on, and pack 3, which the lazy one is going to ask for, where there was time.
+    # Pack 2 for the lazy run, those from 4 on, and where there was time pack 3, which the lazy one will ask for.
     assert broken.stats().packs_computed - total in (-3, -2)
     client.close()
     report = lineage_report(tmp_path / "ledger.sqlite", "broken")
