@@ -5,7 +5,7 @@ the target's files say, where they are at hand and say it surely.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,6 +130,8 @@ def mask_facts(files: TargetFiles) -> MaskFactsOfFiles | None:
     named = [settings, _json(files.root / "special_tokens_map.json")]
     if any(one.get("mask_token") for one in named) or _speaks_of_a_mask(tokens):
         return None
+    if any(text not in tokens for one in named for text in _named_tokens(one)):
+        return None  # transformers adds it when it loads the tokenizer
     return MaskFactsOfFiles(rows, len(tokens), special)
 
 
@@ -173,6 +175,23 @@ def _decoder_entries(settings: Mapping[str, Any]) -> list[tuple[int, str]]:
     decoder = settings.get("added_tokens_decoder")
     pairs = decoder.items() if isinstance(decoder, Mapping) else ()
     return _entries([{**token, "id": int(row)} for row, token in pairs if row.isdecimal() and isinstance(token, dict)])
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of the special tokens that settings name: one, several, or several by a name of their own."""
+    for key, value in settings.items():
+        if key.endswith(("_token", "special_tokens")):
+            yield from _texts(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(value["content"] if "content" in value else list(value.values()))
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
 
 
 def _member(table: Mapping[str, Any], *keys: str) -> Any:

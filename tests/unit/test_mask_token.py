@@ -14,6 +14,7 @@ from slipstream.mask_token import MaskFactsOfFiles, mask_facts, require_mask
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_files import TargetFiles, files_at_hand
+from slipstream.target_loading import load_tokenizer
 from tests.fakes.gguf_files import gguf_without_weights
 from tests.fakes.tiny_tokenizer import STYLES, Style, build_tiny_tokenizer
 
@@ -89,6 +90,26 @@ def test_what_files_do_not_say_surely_is_left_to_the_trainer(tmp_path: Path) -> 
     require_mask(spec(target))
     require_mask(spec(tmp_path / "absent"))
     require_mask(spec(Path("nobody/nothing")))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"pad_token": "<spare>"},
+        {"pad_token": {"__type": "AddedToken", "content": "<spare>"}},
+        {"additional_special_tokens": ["<spare>"]},
+        {"extra_special_tokens": {"image_token": "<spare>"}},
+    ],
+)
+def test_a_token_that_settings_alone_name_is_added_when_the_tokenizer_is_loaded(
+    named: dict[str, Any], tmp_path: Path
+) -> None:
+    target, length = model(tmp_path)
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**settings, **named}))
+    loaded = load_tokenizer(TargetSpec(model=str(target)))
+    assert len(loaded) == length + 1 and "<spare>" in loaded.get_vocab()
+    require_mask(spec(target, mask_token="<spare>"))
 
 
 def test_a_gguf_file_says_it_too(tmp_path: Path) -> None:
