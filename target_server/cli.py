@@ -159,7 +159,7 @@ def _serve(
 
     from slipstream.wire.arena import remove_stale_segments, shared_memory_directory
     from target_server.fixed_payloads import PROBE_BYTES
-    from target_server.lease_book import Limits
+    from target_server.lease_book import PACKS_AHEAD, Limits
     from target_server.meeting_places import remove_stale_places
     from target_server.server import ServerSettings, TargetServer, leave
     from target_server.state_cache import StateCacheSettings
@@ -189,7 +189,10 @@ def _serve(
         pack_tokens=pack_tokens,
         token=token,
         port_file=args.port_file,
-        limits=Limits(subscription_timeout=args.subscription_timeout),
+        limits=Limits(
+            subscription_timeout=args.subscription_timeout,
+            ahead=PACKS_AHEAD * (1 if engines is None else len(engines.devices)),
+        ),
         drain_seconds=args.drain_seconds,
         probe_bytes=args.probe_bytes or PROBE_BYTES,
         engines=engines,

@@ -54,6 +54,10 @@ class Journal(Protocol):
         """Write that a step trained its packs."""
 
 
+PACKS_AHEAD = 2
+"""Of an engine: the one that its device computes, and the one that is launched behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the ledger allows."""
@@ -64,7 +68,7 @@ class Limits:
     """Leases of one subscription that are neither confirmed nor released."""
     longest_lease: float = 600.0
     """Seconds."""
-    ahead: int = 2
+    ahead: int = PACKS_AHEAD
     """Packs computed for a run beyond those it has room for, where nothing else is wanted. An engine that waited for
     the trainer to ask again would leave its device idle while it launches the next pack."""
     patience: float = 10.0
