@@ -15,9 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.results_file import RESULTS, Row, write_results
+
+if TYPE_CHECKING:
+    from benchmarks.peers.workload import Pack, Size
 
 REPEATED, UNMASKED, UNCHECKED = "repeated", "unmasked", "unchecked"
 _BACKWARD_64 = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64}
@@ -104,7 +107,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     from benchmarks.peers.workload import SIZES, make_pack
-    from drafter_trainer.block_mask import TILE, AttentionLayout, build_block_attention, visible_intervals
+    from drafter_trainer.block_mask import TILE, AttentionLayout, build_block_attention
     from drafter_trainer.flex_policy import compile_owned, configure_compiler
 
     size, device = SIZES[name], torch.device("cuda", 0)
@@ -129,9 +132,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if UNMASKED in options:
         mask.mask_mod = lambda _batch, _head, query, _key: query >= 0
     if UNCHECKED in options:
-        mask.mask_mod = unchecked_mask(
-            visible_intervals(pack.anchors, pack.tensors["position_ids"], size.block_size), size.tokens
-        )
+        mask.mask_mod = unchecked_mask(pack, size)
     repeats = options.get(REPEATED, 1) or size.heads // size.kv_heads
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -139,10 +140,23 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
         return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=kernel)
 
     compiled = compile_owned(attend, name="attention", graphs=1)
+    forward, backward, output, gradients = steps(compiled, inputs, direction)
+    return {
+        "forward": statistics.median(forward),
+        "backward": statistics.median(backward),
+        "projections": [
+            [float(tensor.float().norm()), float((tensor.float() * draw_like(tensor)).sum())]
+            for tensor in (output, *gradients)
+        ],
+    }
+
+
+def steps(compiled: Any, inputs: list[Any], direction: Any) -> tuple[list[float], list[float], Any, tuple[Any, ...]]:
+    """Milliseconds of each forward and of each backward; output and gradients of the last."""
+    import torch
+
     forward: list[float] = []
     backward: list[float] = []
-    output: torch.Tensor | None = None
-    gradients: tuple[torch.Tensor, ...] = ()
     for _ in range(STEPS + 3):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
@@ -153,23 +167,18 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         for times, (begin, end) in zip((forward, backward), itertools.pairwise(events), strict=True):
             times.append(begin.elapsed_time(end))
-    assert output is not None
-    return {
-        "forward": statistics.median(forward[3:]),
-        "backward": statistics.median(backward[3:]),
-        "projections": [
-            [float(tensor.float().norm()), float((tensor.float() * draw_like(tensor)).sum())]
-            for tensor in (output, *gradients)
-        ],
-    }
+    return forward[3:], backward[3:], output, gradients
 
 
-def unchecked_mask(visible: Any, context_length: int) -> Any:
+def unchecked_mask(pack: "Pack", size: "Size") -> Any:
     """The trainer's mask function without its guard against rows past the end."""
+    from drafter_trainer.block_mask import visible_intervals
+
+    visible = visible_intervals(pack.anchors, pack.tensors["position_ids"], size.block_size)
 
     def mask_mod(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         in_context = (key >= visible.context_start[query]) & (key < visible.context_end[query])
-        block_key = key - context_length
+        block_key = key - size.tokens
         return in_context | ((block_key >= visible.block_start[query]) & (block_key < visible.block_end[query]))
 
     return mask_mod
