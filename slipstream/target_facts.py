@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from slipstream.target_files import model_error
@@ -133,8 +134,9 @@ def _check_plain(part: str, module: nn.Module | None) -> None:
     if module is None:
         return
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.element_size() < 2:
-        kind = type(module).__name__ + (f" of {weight.dtype}" if isinstance(weight, Tensor) else "")
+    plain = type(weight) in (Tensor, nn.Parameter) or isinstance(weight, DTensor)
+    if not isinstance(weight, Tensor) or not plain or not weight.is_floating_point() or weight.element_size() < 2:
+        kind = type(module).__name__ + (f", {type(weight).__name__} of {weight.dtype}" if weight is not None else "")
         raise model_error(
             f"The {part} of the target is quantised ({kind}), and drafters compute with it.",
             "Use a checkpoint that leaves embedding, head and norms as they are (lm_head among what is not converted).",

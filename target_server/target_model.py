@@ -27,6 +27,12 @@ from target_server.forward import PackedForward
 from target_server.target_view import check_layers
 
 _logger = logging.getLogger(__name__)
+# Of torch, its backends, and kernels of quantised layers that run for the first time; SlipstreamError: a second
+# forward would have compiled again.
+_COMPILING_FAILED = (
+    RuntimeError, SlipstreamError, ImportError, OSError, TypeError, ValueError, AttributeError, LookupError,
+    AssertionError,
+)  # fmt: skip
 
 
 class TargetModel:
@@ -108,19 +114,8 @@ class TargetModel:
         start = time.monotonic()
         try:
             graphs = self._forward.prepare(pack_tokens)
-        except RuntimeError as error:  # running out of memory is one
-            first_line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            if self._must_compile:
-                raise SlipstreamError(
-                    f"The layers of {self.model_id} cannot be compiled: {first_line}",
-                    reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                    remedy="Set target.compile = false: the target is slower then.",
-                ) from error
-            self._forward.stop_compiling()
-            log_event(
-                _logger, "warning", "target_not_compiled", error=first_line, effect="the target is slower",
-                remedy="target.compile = false for silence",
-            )  # fmt: skip
+        except _COMPILING_FAILED as error:  # running out of memory is one
+            self._stop_compiling(error)
             return
         if graphs:
             log_event(
@@ -128,6 +123,25 @@ class TargetModel:
                 recorded=self._forward.is_recorded(pack_tokens),
                 seconds=round(time.monotonic() - start, 1),
             )  # fmt: skip
+
+    def _stop_compiling(self, error: Exception) -> None:
+        """Layers run as they are from now on, and the log says so.
+
+        Raises:
+            SlipstreamError: ENVIRONMENT_UNSUPPORTED, `target.compile` is true.
+        """
+        first_line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if self._must_compile:
+            raise SlipstreamError(
+                f"The layers of {self.model_id} cannot be compiled: {first_line}",
+                reason=Reason.ENVIRONMENT_UNSUPPORTED,
+                remedy="Set target.compile = false: the target is slower then.",
+            ) from error
+        self._forward.stop_compiling()
+        log_event(
+            _logger, "warning", "target_not_compiled", error=first_line, effect="the target is slower",
+            remedy="target.compile = false for silence",
+        )  # fmt: skip
 
     def frozen_weights(self) -> dict[str, Tensor]:
         """What drafters keep of the target, in host memory, in its dtype.
@@ -156,7 +170,8 @@ class TargetModel:
 
         Raises:
             SlipstreamError: TARGET_INCOMPATIBLE (a layer that the target does not have), DATA_INVALID (a document
-                longer than the target's positions), OUT_OF_MEMORY.
+                longer than the target's positions), OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED (`target.compile` is true,
+                and a layer would be compiled again).
         """
         self.check_layers(layer_ids)
         longest = max(document_lengths)
@@ -167,6 +182,13 @@ class TargetModel:
                 remedy=f"Set data.max_document_tokens to at most {self.max_document_tokens}.",
             )
         with self._memory_explained(len(token_ids)):
+            try:
+                return self._forward.capture(token_ids, document_lengths, layer_ids, last_hidden_state)
+            except SlipstreamError as error:
+                if error.reason is not Reason.PACK_OUTSIDE_BUCKETS or not self.is_prepared(len(token_ids)):
+                    raise
+                # A layer that changes while it runs, which the warm-up did not show.
+                self._stop_compiling(error)
             return self._forward.capture(token_ids, document_lengths, layer_ids, last_hidden_state)
 
     @contextmanager

@@ -67,6 +67,15 @@ def quantise_to_compressed_tensors(directory: Path, *, activations: bool) -> dic
     return _rewrite(directory, settings, pack)
 
 
+def quantise_with_torchao(directory: Path) -> None:
+    """Rewrite the model as torchao's int8 weights, by transformers itself. Needs the package torchao."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    method = TorchAoConfig(Int8WeightOnlyConfig())
+    AutoModelForCausalLM.from_pretrained(directory, quantization_config=method).save_pretrained(directory)
+
+
 def edit_quantisation(directory: Path, settings: dict[str, Any] | None) -> None:
     """Put `settings` into config.json as its quantization_config; None takes it out."""
     file = directory / "config.json"

@@ -188,6 +188,105 @@ def test_a_target_that_cannot_be_compiled(
     assert target.capture(random_tokens(64), (60,), (0,), False)["hidden_states.0"].shape == (64, 64)
 
 
+class CountingItsCalls(nn.Module):
+    """An MLP that is another one each time: compiled code fits one call only."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, row: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(row) if self.calls > 0 else row
+
+
+kernel_is_there = True
+
+
+@torch.library.custom_op("slipstream_tests::loaded_late", mutates_args=())
+def loaded_late(row: Tensor) -> Tensor:
+    """What some quantised layers do: a kernel that is looked for when it runs."""
+    if not kernel_is_there:
+        raise ImportError("no kernel for this GPU")
+    return row.clone()
+
+
+@loaded_late.register_fake
+def _(row: Tensor) -> Tensor:
+    global kernel_is_there
+    kernel_is_there = False  # the layers as they are have run by now
+    return torch.empty_like(row)
+
+
+class LoadingAKernel(nn.Module):
+    """An MLP that computes as it is, and fails when compiled code runs it, with no RuntimeError."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, row: Tensor) -> Tensor:
+        return self.inner(loaded_late(row))
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (AskingTheHost, "Error: "),  # torch words it otherwise from release to release
+        (CountingItsCalls, "would have been compiled again"),
+        (LoadingAKernel, "ImportError: no kernel"),
+    ],
+)
+def test_a_layer_that_cannot_be_compiled_is_served_as_it_is_or_refused(
+    part: type[nn.Module], words: str, asked: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    global kernel_is_there
+    monkeypatch.setattr("target_server.target_model.choose_backend", lambda *_arguments: (TRACED, "yes: a test"))
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    for layer in decoder_layers(loaded.model):
+        layer.mlp = part(layer.mlp)
+    kernel_is_there = True
+    target = TargetModel(loaded, spec(tmp_path, compile=asked), "f")
+    if asked is True:
+        with pytest.raises(SlipstreamError, match=f"cannot be compiled: .*{words}") as caught:
+            target.prepare(ROWS)
+        assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+        return
+    target.prepare(ROWS)
+    (record,) = [record for record in caplog.records if record.message == "target_not_compiled"]
+    assert words in str(record.__dict__)
+    kernel_is_there = True
+    tokens = random_tokens(ROWS)
+    captured = target.capture(tokens, LENGTHS, range(4), False)
+    for ours, theirs in zip(by_layer(captured, 4), alone(load_reference(tmp_path), tokens, LENGTHS), strict=True):
+        assert largest_error(ours[: sum(LENGTHS)], theirs) < 1e-5
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_layer_that_changes_after_the_warm_up(
+    asked: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pack is computed all the same, and those after it, by the layers as they are."""
+    monkeypatch.setattr("target_server.target_model.choose_backend", lambda *_arguments: (TRACED, "yes: a test"))
+    loaded = load_tiny_target(save_tiny_target(tmp_path))
+    target = TargetModel(loaded, spec(tmp_path, compile=asked), "f")
+    target.prepare(ROWS)
+    decoder_layers(loaded.model)[2].self_attn.scaling *= 1.5
+    if asked is True:
+        with pytest.raises(SlipstreamError, match="cannot be compiled: .*compiled again after the warm-up") as caught:
+            target.capture(random_tokens(ROWS), LENGTHS, range(4), False)
+        assert caught.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+        return
+    for seed in range(2):
+        captured = target.capture(random_tokens(ROWS, seed), LENGTHS, range(4), False)
+        assert captured["hidden_states.3"].shape == (ROWS, 64) and not target._forward.is_compiled
+    assert caplog.text.count("target_not_compiled") == 1
+    with pytest.raises(SlipstreamError, match="has layers 0 to 3"):
+        target.capture(random_tokens(ROWS), LENGTHS, (4,), False)
+
+
 def test_what_a_recorded_forward_is_told_of_documents() -> None:
     assert cumulative_lengths((5, 1, 7), 4).tolist() == [0, 5, 6, 13, 13], "a missing document is empty"
     assert cumulative_lengths((3, 2), 2).tolist() == [0, 3, 5]

@@ -18,7 +18,12 @@ from slipstream.target_facts import read_target_facts
 from slipstream.target_files import locate_target
 from slipstream.target_loading import _place, load_causal_lm
 from target_server.target_model import TargetModel
-from tests.fakes.quantised_models import edit_quantisation, quantise_to_compressed_tensors, quantise_to_fp8
+from tests.fakes.quantised_models import (
+    edit_quantisation,
+    quantise_to_compressed_tensors,
+    quantise_to_fp8,
+    quantise_with_torchao,
+)
 from tests.fakes.tiny_models import Family
 from tests.unit.target_model.document_alone import load_reference, load_tiny_target, save_tiny_target
 from tests.unit.target_model.test_packed_forward import LENGTHS, alone, by_layer, largest_error, random_tokens
@@ -108,6 +113,18 @@ def test_compressed_tensors_give_what_transformers_gives(activations: bool, tmp_
             assert (ours - theirs).abs().mean() < 0.01 * theirs.abs().mean()
         else:
             assert largest_error(ours, theirs) < 1e-5
+
+
+def test_torchao_gives_what_transformers_gives_from_weights_that_stay_packed(tmp_path: Path) -> None:
+    need("torchao", "accelerate")
+    quantise_with_torchao(save_tiny_target(tmp_path, "qwen3", hidden_size=128))
+    loaded = load_causal_lm(spec_of(tmp_path), "cpu")
+    assert type(loaded.model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
+    assert str(loaded.quantised) == "torchao, as transformers computes with it"
+    target, tokens = TargetModel(loaded, spec_of(tmp_path), "f"), random_tokens(sum(LENGTHS))
+    captured = target.capture(tokens, LENGTHS, range(4), True)
+    for ours, theirs in zip(by_layer(captured, 4), alone(load_reference(tmp_path), tokens, LENGTHS), strict=True):
+        assert largest_error(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize(
