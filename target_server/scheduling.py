@@ -8,10 +8,11 @@ apart, on slots of its own. Rules for a slot, first match wins:
     2. a pack that no active subscription needs within its window, the one unused for longest; of both kinds, a convoy
        that has its guaranteed slots leaves as many as the others lack of theirs;
     3. a pack that only this convoy needs, later than the one to be computed, the latest first;
-    4. for a convoy with fewer than its guaranteed slots before that pack: the latest pack that another convoy has
-       beyond its own guaranteed ones, which are its earliest.
+    4. the latest pack that another convoy has beyond its own guaranteed ones, which are its earliest: for a convoy with
+       fewer than its guaranteed slots before that pack, any; else one that nobody has asked for yet.
 
-A pack that nobody has asked for yet is computed by rules 1 and 2 alone, and where nothing else is wanted.
+A pack that nobody has asked for yet is computed by rules 1 and 2 alone, where nothing else is wanted, and while its
+convoy has less than its part of the shelf.
 A pack under an unexpired lease, or being written, never gives way; how many leases there may be is held within the
 guarantee as well. Rules 1 and 2 never cause a recomputation among active subscriptions; 3 and 4 do, after a seek
 backwards and between convoys, and the shelf counts it.
@@ -74,6 +75,8 @@ def choose(shelf: Shelf, convoy: Convoy, holdings: "Holdings") -> Choice | None:
 
 def choose_ahead(shelf: Shelf, convoy: Convoy, holdings: "Holdings", ahead: int) -> Choice | None:
     """A pack that a convoy will ask for soon and a slot that nobody misses; None when there is no such pair."""
+    if len(holdings.of(convoy)) >= max(holdings.share, len(shelf) // (1 + len(holdings.of_others(convoy)))):
+        return None
     sequence_number = next_missing(shelf, convoy, ahead)
     slot = None if sequence_number is None else _unneeded_slot(shelf, convoy, holdings)
     return None if slot is None or sequence_number is None else Choice(sequence_number, slot, convoy)
@@ -162,16 +165,20 @@ def _steal(shelf: Shelf, sequence_number: int, convoy: Convoy, holdings: Holding
 
     Windows of convoys overlap where one was left behind: a pack may be needed, and guaranteed, twice.
     """
-    earlier = [slot for slot in holdings.of(convoy) if slot.sequence_number < sequence_number]
-    if len(earlier) >= holdings.share:
-        return None
+    own = holdings.of(convoy)
+    earlier = [slot for slot in own if slot.sequence_number < sequence_number]
     distances: dict[int, int] = {}
     guaranteed = {slot.index for slot in earlier}
+    asked_for = {slot.index for slot in own}
     for other, held in holdings.of_others(convoy):
         guaranteed.update(slot.index for slot in held[: holdings.share])
         for slot in held:
             distances[slot.index] = max(distances.get(slot.index, 0), slot.sequence_number - other[0].low)
+            if any(slot.sequence_number < member.asked_up_to for member in other):
+                asked_for.add(slot.index)
     candidates = [slot for slot in shelf.ready_slots() if slot.readers == 0 and slot.index not in guaranteed]
+    if len(earlier) >= holdings.share:
+        candidates = [slot for slot in candidates if slot.index in distances and slot.index not in asked_for]
     return max(candidates, key=lambda slot: distances.get(slot.index, 0), default=None)
 
 

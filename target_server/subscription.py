@@ -210,6 +210,11 @@ class Subscription:
             if sequence_number not in self.record.quarantined:
                 yield sequence_number
 
+    @property
+    def asked_up_to(self) -> int:
+        """The first pack that it has neither got nor asked for."""
+        return max(self._horizon, self.fresh)
+
     def ask_for(self, packs: int) -> None:
         """A trainer has room for so many packs beyond those it was granted: the credit that drives production."""
         self._has_asked = True

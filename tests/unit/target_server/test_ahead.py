@@ -47,6 +47,31 @@ def test_nothing_is_computed_early_into_a_slot_that_somebody_needs(tmp_path: Pat
     desk.close()
 
 
+def test_what_nobody_has_asked_for_makes_room_for_what_another_run_asks_for(tmp_path: Path) -> None:
+    """A run that stands still must not keep the shelf of one that gets on, as many engines as there may be."""
+    desk = LedgerDesk(tmp_path / "ledger.sqlite", num_slots=6, ahead=16)
+    still, incarnation = desk.join("still")
+    desk.ask(still, incarnation, packs=3)
+    assert desk.work() == [0, 1, 2, 3, 4, 5], "alone, it has the whole shelf"
+    fast, other = desk.join("fast", next_step=50)
+    desk.ask(fast, other, packs=6)
+    assert desk.work() == [50, 51, 52], "what the first has asked for stays"
+    assert sorted(desk.slot_contents.values()) == [0, 1, 2, 50, 51, 52]
+    assert desk.get(fast, other) == [50]
+    assert desk.work() == [53]
+    desk.close()
+
+
+def test_ahead_of_its_trainer_a_run_takes_its_part_of_the_shelf_alone(tmp_path: Path) -> None:
+    desk = LedgerDesk(tmp_path / "ledger.sqlite", num_slots=8, ahead=16)
+    runs = [desk.join("first"), desk.join("second", next_step=50)]
+    for name, incarnation in runs:
+        desk.ask(name, incarnation)
+    assert sorted(desk.work()) == [0, 1, 2, 3, 50, 51, 52, 53]
+    assert desk.control.counters(STREAM).packs_recomputed == 0
+    desk.close()
+
+
 def test_a_paused_run_and_a_seek(desk: LedgerDesk) -> None:
     name, incarnation = desk.join("a")
     desk.ask(name, incarnation)
