@@ -113,7 +113,7 @@ def find_quantisation(spec: TargetSpec, files: TargetFiles) -> Quantisation | No
         names = [_NAMES_TO_INSTALL.get(name, name) for name in missing]
         raise SlipstreamError(
             f"The weights of {spec.model!r} are quantised (quant_method {method!r} in config.json), which transformers "
-            f"reads with the package {' and '.join(names)}, not installed here.",
+            f"reads with {' and '.join(names)}, not installed here.",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy=f"pip install {' '.join(names)}, or name the model's unquantised files as target.model.",
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import SlipstreamError
+from slipstream.quantised_target import find_quantisation
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import TargetFiles, model_error
@@ -53,6 +54,14 @@ def check_divisible(spec: TargetSpec, files: TargetFiles, ranks: int) -> None:
         raise model_error(
             f"{files.weights[0].name} is a GGUF file, which transformers does not spread over several devices.",
             "Name the model's directory of safetensors, or serve without --tensor-parallel.",
+        )
+    quantisation = find_quantisation(spec, files)
+    if quantisation is not None:
+        # Scales would have to be cut as the weights are, which a plan of matrices does not say.
+        raise model_error(
+            f"The weights of {spec.model!r} are quantised (quant_method {quantisation.method!r}), which is not spread "
+            "over several devices.",
+            "Name the model's unquantised files, or serve without --tensor-parallel.",
         )
     config: Any = AutoConfig.from_pretrained(
         files.root, trust_remote_code=spec.trust_remote_code, local_files_only=True

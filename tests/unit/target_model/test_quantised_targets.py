@@ -17,6 +17,7 @@ from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_facts import read_target_facts
 from slipstream.target_files import locate_target
 from slipstream.target_loading import _place, load_causal_lm
+from slipstream.tensor_parallel import check_divisible
 from target_server.target_model import TargetModel
 from tests.fakes.quantised_models import (
     edit_quantisation,
@@ -86,6 +87,14 @@ def test_a_quantised_target_is_another_target(tmp_path: Path) -> None:
     assert ours.config == theirs.config
 
 
+def test_quantised_weights_are_not_spread_over_devices(tmp_path: Path) -> None:
+    need("accelerate")
+    quantise_to_fp8(save_tiny_target(tmp_path, hidden_size=128))
+    with pytest.raises(SlipstreamError, match="quant_method 'fp8'.*not spread over several devices") as caught:
+        check_divisible(spec_of(tmp_path), locate_target(spec_of(tmp_path)), 2)
+    assert caught.value.reason is Reason.MODEL_INVALID
+
+
 @pytest.mark.parametrize("width", [192, 320])
 def test_blocks_that_transformers_would_divide_wrongly(width: int, tmp_path: Path) -> None:
     """192 rows in blocks of 128 have two scales: transformers takes two blocks of 96, and says nothing."""
@@ -150,7 +159,7 @@ def test_a_missing_package_is_named_before_weights_are_read(
     error = refusal(tmp_path)
     assert error.reason is Reason.ENVIRONMENT_UNSUPPORTED
     assert f"quant_method {method!r} in config.json" in error.message
-    assert f"with the package {packages}, not installed here" in error.message
+    assert f"reads with {packages}, not installed here" in error.message
     assert f"pip install {packages.replace(' and ', ' ')}" in error.remedy
 
 
