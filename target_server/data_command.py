@@ -212,8 +212,8 @@ def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
     if output is None:
         raise _not_heldout("Nothing says where the answers go: the recipe has no eval.heldout")
     prompts = prompts_of(evaluation)
-    require_writable(output)
     device = _device(args.device)
+    require_writable(output)  # makes directories, so only once nothing else is wrong
     sampling = Sampling(evaluation.max_new_tokens, batch=args.batch or default_batch(output, device))
     loaded, whose = _load_answering(args, wanted.target, device)
     return answer_heldout(loaded, prompts, output, sampling=sampling, settings=whose)
@@ -265,7 +265,6 @@ def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseM
             "Nothing says where the answers go.", reason=Reason.SPEC_INVALID, remedy="Name a file with --to."
         )
     max_new_tokens = args.max_new_tokens or _MAX_NEW_TOKENS
-    require_writable(args.to)
     device = _device(args.device)
     batch = args.batch or default_batch(args.to, device)
     sampling = Sampling(max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, batch)
@@ -277,6 +276,7 @@ def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseM
             reason=Reason.SPEC_INVALID,
             remedy="The temperature is 0 or more, top-p above 0 and at most 1, top-k 0 (all tokens) or more.",
         )
+    require_writable(args.to)
     data = wanted.data
     loaded, whose = _load_answering(args, wanted.target, device)
     settings = {**asdict(sampling), "format": data.format, "data": hash_content(files, data), **whose}

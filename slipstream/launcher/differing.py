@@ -1,5 +1,6 @@
 """What `slipstream up` is asked for and a stack that is up does not have: nothing of a running stack is changed."""
 
+import json
 from collections.abc import Iterator
 
 from slipstream.launcher.planning import Wanted, require_sense, resolve_target
@@ -74,4 +75,4 @@ def _settings(wanted: Wanted, running: Stack) -> Iterator[tuple[str, str]]:
 
 def _value(override: Override, had: list[Override]) -> str:
     found = next((one for one in reversed(had) if one.key == override.key), None)
-    return "its recipe's" if found is None or found.remove else str(found.value)
+    return "its recipe's" if found is None or found.remove else json.dumps(found.value, ensure_ascii=False)

@@ -134,8 +134,11 @@ def _start(args: argparse.Namespace) -> int:
         )
     from slipstream.launcher.stack import add_trainer
 
-    device = _unused_device(home) if args.device == "auto" else args.device
-    _require_present(device)
+    device = args.device
+    if device == "auto":
+        device = _unused_device(home)
+    else:
+        _require_present(device)
     name = add_trainer(home, device, name=args.name)
     _say(args, {"name": name, "home": str(home)}, f"{name} joins the stack in {home}", "trainer ls")
     return 0
