@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 FINE_GRAINED_FP8 = "fp8"
+COMPRESSED_TENSORS = "compressed-tensors"
 # By quant_method: what transformers imports to read it, and what to install where the name differs. Others it names
 # itself, in an ImportError.
 _PACKAGES: dict[str, tuple[str, ...]] = {
@@ -28,7 +29,7 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "awq": ("accelerate", "gptqmodel"),
     "bitnet": ("accelerate",),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
-    "compressed-tensors": ("compressed_tensors",),
+    COMPRESSED_TENSORS: ("compressed_tensors",),
     "eetq": ("accelerate", "kernels"),
     "fbgemm_fp8": ("accelerate", "fbgemm_gpu"),
     FINE_GRAINED_FP8: ("accelerate",),
@@ -77,10 +78,11 @@ class QuantisedLoading:
         """Of from_pretrained."""
         if self.why_dequantised is None:
             return {}
-        from transformers import FineGrainedFP8Config
+        from transformers.quantizers.auto import AutoQuantizationConfig
 
         # With all settings: transformers takes some of them from here instead of from the file.
-        return {"quantization_config": FineGrainedFP8Config(**dict(self.quantisation.settings) | {"dequantize": True})}
+        settings = dict(self.quantisation.settings) | {"dequantize": True}
+        return {"quantization_config": AutoQuantizationConfig.from_dict(settings)}
 
 
 def find_quantisation(spec: TargetSpec, files: TargetFiles) -> Quantisation | None:
@@ -137,7 +139,12 @@ def plan_loading(quantisation: Quantisation, spec: TargetSpec, device: "torch.de
             f"transformers ({transformers.__version__}) cannot read.",
             "Use a checkpoint in FP8 of transformers or in compressed-tensors, or the model's unquantised files.",
         )
-    why = _why_dequantised(spec, device) if quantisation.method == FINE_GRAINED_FP8 else None
+    why = None
+    if quantisation.method == FINE_GRAINED_FP8:
+        why = _why_dequantised(spec, device)
+    elif quantisation.method == COMPRESSED_TENSORS:
+        # Its first forward unpacks all layers, and deals them out to every GPU that it sees.
+        why = "the package would do so in the first forward, on devices of its own choice"
     return QuantisedLoading(quantisation, why, spec.dtype)
 
 
@@ -159,7 +166,7 @@ def check_tensors(spec: TargetSpec, files: TargetFiles, loading: QuantisedLoadin
                 "no quantization_config, so transformers would take the numbers without their scales.",
                 "Use a checkpoint whose config.json describes its quantisation, or the model's unquantised files.",
             )
-    elif loading.why_dequantised is not None:
+    elif loading.why_dequantised is not None and loading.quantisation.method == FINE_GRAINED_FP8:
         _check_blocks(spec, shapes, loading)
 
 

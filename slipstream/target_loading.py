@@ -178,9 +178,9 @@ def _load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    arguments = _arguments(spec, files, device, sharding, loading)
     try:
         check_tensors(spec, files, loading)
+        arguments = _arguments(spec, files, device, sharding, loading)
         model, report = AutoModelForCausalLM.from_pretrained(
             root, dtype=getattr(torch, spec.dtype), output_loading_info=True, **arguments
         )

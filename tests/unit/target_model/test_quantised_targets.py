@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from slipstream import quantised_target
 from slipstream.errors import SlipstreamError
@@ -111,14 +112,18 @@ def test_compressed_tensors_give_what_transformers_gives(activations: bool, tmp_
     meant = quantise_to_compressed_tensors(
         save_tiny_target(tmp_path, "qwen3", hidden_size=128), activations=activations
     )
-    target = TargetModel.load(spec_of(tmp_path), device="cpu")
-    weights = dict(target._model.named_parameters())
+    loaded = load_causal_lm(spec_of(tmp_path), "cpu")
+    assert str(loaded.quantised).startswith("compressed-tensors, dequantised to float32: the package would do so in")
+    weights = dict(loaded.model.named_parameters())
     assert all(torch.equal(weights[name], weight) for name, weight in meant.items())
-    assert not any(weight.is_inference() for weight in weights.values())
-    tokens = random_tokens(sum(LENGTHS))
+    assert loaded.quantised is not None
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", **loaded.quantised.arguments
+    )
+    target, tokens = TargetModel(loaded, spec_of(tmp_path), "f"), random_tokens(sum(LENGTHS))
     captured = target.capture(tokens, LENGTHS, range(4), True)
-    for ours, theirs in zip(by_layer(captured, 4), alone(load_reference(tmp_path), tokens, LENGTHS), strict=True):
-        if activations:  # a difference in the last bit may round to another of FP8's few numbers
+    for ours, theirs in zip(by_layer(captured, 4), alone(reference.eval(), tokens, LENGTHS), strict=True):
+        if activations:  # older transformers round them: a difference in the last bit becomes one of FP8's few numbers
             assert (ours - theirs).abs().mean() < 0.01 * theirs.abs().mean()
         else:
             assert largest_error(ours, theirs) < 1e-5
@@ -171,6 +176,17 @@ def test_a_method_that_transformers_does_not_know_is_not_loaded_without_scales(t
     assert "a quantization_config without a quant_method" in refusal(tmp_path).message
     edit_quantisation(tmp_path, None)
     assert "no quantization_config, so transformers would take the numbers" in refusal(tmp_path).message
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"activation_scheme": "odd"}, {"activation_scheme": 3}, {"weight_block_size": [128]}]
+)
+def test_settings_that_say_something_impossible(wrong: dict[str, Any], tmp_path: Path) -> None:
+    need("accelerate")
+    quantise_to_fp8(save_tiny_target(tmp_path))
+    edit_quantisation(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]} | wrong)
+    error = refusal(tmp_path)
+    assert error.reason is Reason.MODEL_INVALID and "quant_method 'fp8'), and could not be loaded" in error.message
 
 
 def test_what_transformers_itself_lacks_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
