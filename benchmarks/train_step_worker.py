@@ -19,15 +19,13 @@ import torch
 from benchmarks.kernel_parts import profile_steps
 from benchmarks.matmul_peak import matmul_peak
 from benchmarks.peers.side import Side, SideUnavailableError
-from benchmarks.peers.workload import SIZES, TINY, Pack, Size, make_pack
+from benchmarks.peers.workload import PACKS, SIZES, TINY, Pack, Size, make_pack
 from benchmarks.worker_process import answer_all
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 3
 LEAST_STEPS = 8
 """Of random lengths, however little time there is."""
-PACKS = 3
-"""Held on the device by every side, as a trainer prefetches them."""
 
 
 def main() -> int:

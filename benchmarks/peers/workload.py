@@ -26,6 +26,8 @@ LEARNING_RATE = 1e-5
 DECAY_GAMMA = 7.0
 SUPERVISED_SHARE = 0.6
 ROPE_THETA = 1e6
+PACKS = 3
+"""Held on the device by every side, as a trainer prefetches them."""
 MEAN_DOCUMENT = 354
 """Tokens, of the conversations that real lengths are drawn from."""
 
@@ -249,6 +251,11 @@ def make_pack(
     parts = features.split(size.hidden, dim=1)
     tensors |= {name: part.contiguous() for name, part in zip(drafter_config(size).feature_names, parts, strict=True)}
     return Pack(padded_to(tensors, round_up(size.tokens if size.real_documents else tokens)), None, anchors.to(device))
+
+
+def mean_tokens(size: Size) -> float:
+    """Of the packs that every side holds, padding left out."""
+    return sum(sum(_lengths(size, size.tokens, number)) for number in range(PACKS)) / PACKS
 
 
 def _lengths(size: Size, tokens: int, number: int) -> list[int]:
