@@ -272,7 +272,7 @@ def _loading_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    found_wrong = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error)
+    found_wrong = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError, struct.error)
     return (OSError, ImportError, *found_wrong, StrictDataclassError, SafetensorError)
 
 

@@ -20,6 +20,7 @@ BOUNDARIES: dict[str, str] = {
     "target_server/flash_attention_4.py": "a beta that compiles at run time: whatever it raises is said",
     "target_server/engine_pool.py": "the threads of engines: whatever ends one ends the process, raised in `run`",
     "target_server/server.py": "the engine thread: whatever ends it ends the process, raised in `run`",
+    "slipstream/quantised_target.py": "a kernel of a hub: whatever it raises is said, and it is not used",
     "slipstream/entrypoint.py": "last resort of a process: writes the crash file, prints one line",
 }
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import finegrained_fp8
 
 from slipstream import quantised_target
 from slipstream.errors import SlipstreamError
@@ -48,17 +49,27 @@ def refusal(directory: Path, **fields: Any) -> SlipstreamError:
     return caught.value
 
 
+def transformers_own(directory: Path, loading: QuantisedLoading) -> PreTrainedModel:
+    """Told to dequantise where it is: where there is a GPU, it would not for a CPU."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", **loading.arguments
+    )
+    return model.eval()
+
+
 # Smaller than a block of 128, one block, and several.
 @pytest.mark.parametrize(("family", "width"), [("llama", 64), ("qwen3", 128), ("qwen3_moe", 128), ("qwen3", 256)])
 def test_fp8_gives_what_transformers_gives_for_each_document_alone(family: Family, width: int, tmp_path: Path) -> None:
     need("accelerate")
     meant = quantise_to_fp8(save_tiny_target(tmp_path, family, hidden_size=width))
-    target = TargetModel.load(spec_of(tmp_path), device="cpu")
-    tokens = random_tokens(sum(LENGTHS))
+    loaded = load_causal_lm(spec_of(tmp_path), "cpu")
+    assert loaded.quantised is not None
+    reference = transformers_own(tmp_path, loaded.quantised)
+    target, tokens = TargetModel(loaded, spec_of(tmp_path), "f"), random_tokens(sum(LENGTHS))
 
     captured = target.capture(tokens, LENGTHS, range(4), True)
 
-    for ours, theirs in zip(by_layer(captured, 4), alone(load_reference(tmp_path), tokens, LENGTHS), strict=True):
+    for ours, theirs in zip(by_layer(captured, 4), alone(reference, tokens, LENGTHS), strict=True):
         assert ours.dtype == torch.float32
         assert largest_error(ours, theirs) < 1e-5
     frozen = target.frozen_weights()
@@ -117,12 +128,10 @@ def test_compressed_tensors_give_what_transformers_gives(activations: bool, tmp_
     weights = dict(loaded.model.named_parameters())
     assert all(torch.equal(weights[name], weight) for name, weight in meant.items())
     assert loaded.quantised is not None
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager", **loaded.quantised.arguments
-    )
+    reference = transformers_own(tmp_path, loaded.quantised)
     target, tokens = TargetModel(loaded, spec_of(tmp_path), "f"), random_tokens(sum(LENGTHS))
     captured = target.capture(tokens, LENGTHS, range(4), True)
-    for ours, theirs in zip(by_layer(captured, 4), alone(reference.eval(), tokens, LENGTHS), strict=True):
+    for ours, theirs in zip(by_layer(captured, 4), alone(reference, tokens, LENGTHS), strict=True):
         if activations:  # older transformers round them: a difference in the last bit becomes one of FP8's few numbers
             assert (ours - theirs).abs().mean() < 0.01 * theirs.abs().mean()
         else:
@@ -232,8 +241,17 @@ def test_what_a_gpu_would_do_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (8, 0)
     assert why() == "the GPU cannot multiply FP8"
     capability, kernels = (9, 0), object()
-    if importlib.util.find_spec("kernels") is None:
-        assert str(why()).startswith("the kernel for them could not be loaded (ImportError")
+
+    class UnreachableError(Exception):
+        """As the clients of a hub raise them: of no common kind."""
+
+    def fetch() -> None:
+        raise UnreachableError("no route to host\nmore")
+
+    monkeypatch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", fetch)
+    assert why() == "the kernel for them could not be loaded (UnreachableError: no route to host)"
+    monkeypatch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", lambda: None)
+    assert why() is None
     # What it takes from the file is kept, also where it is loaded as it is.
     loading = QuantisedLoading(Quantisation("fp8", found.settings | {"modules_to_not_convert": ["x"]}), "w", "bfloat16")
     config = loading.arguments["quantization_config"]
