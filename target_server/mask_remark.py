@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from slipstream.errors import SlipstreamError
+from slipstream.mask_token import MaskFactsOfFiles, mask_row
 from slipstream.run_spec.spec import DrafterSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_SHOWN = 8
 
 
 def mask_remark(drafter: DrafterSpec, tokenizer: "PreTrainedTokenizerBase", rows: int | None) -> str | None:
@@ -18,19 +18,14 @@ def mask_remark(drafter: DrafterSpec, tokenizer: "PreTrainedTokenizerBase", rows
         tokenizer: the target's.
         rows: of the model's vocabulary; None: not known.
     """
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    has = ", ".join(special[:_SHOWN]) or "none"
-    remedy = f"set drafter.mask_token to a special token that no answer contains (it has: {has})"
-    if drafter.mask_token is not None and drafter.mask_token not in special:
-        return (
-            f"drafter.mask_token {drafter.mask_token!r} is no special token of the tokenizer, so a run fails: {remedy}"
-        )
-    if (drafter.mask_token_id, drafter.mask_token, tokenizer.mask_token_id) != (None, None, None):
-        return None
-    if rows is None:
-        spare = "unless the model's vocabulary has a row to spare, "
-    elif rows > len(tokenizer):
-        return None
-    else:
-        spare = ""
-    return f"the recipe names no mask token and the tokenizer has none; {spare}a run fails: {remedy}"
+    known = len(tokenizer) if rows is None else rows
+    if rows is None and drafter.mask_token_id is not None:
+        known = max(known, drafter.mask_token_id + 1)  # who names a row may know of more
+    special = {token.content: row for row, token in tokenizer.added_tokens_decoder.items()}
+    try:
+        mask_row(drafter, MaskFactsOfFiles(known, len(tokenizer), special, tokenizer.mask_token_id))
+    except SlipstreamError as error:
+        open_question = rows is None and drafter.mask_token is None
+        unless = "unless the model's vocabulary has a row to spare, " if open_question else ""
+        return f"{unless}a run fails: {error.message} {error.remedy}"
+    return None

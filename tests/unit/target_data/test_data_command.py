@@ -19,12 +19,19 @@ from tests.fakes.tiny_tokenizer import build_tiny_tokenizer
 @pytest.mark.parametrize(
     ("drafter", "spare_rows", "says"),
     [
-        ({}, 0, "names no mask token and the tokenizer has none; a run fails: set drafter.mask_token"),
+        ({}, 0, "a run fails: the target has no mask token and no unused row"),
         ({}, None, "unless the model's vocabulary has a row to spare, a run fails"),
         ({}, 64, None),
+        ({"mask_token": "<mask>"}, None, "a run fails: drafter.mask_token is '<mask>'"),
         ({"mask_token_id": 3}, 0, None),
+        ({"mask_token_id": 10_000}, None, None),
+        ({"mask_token_id": 10_000}, 0, "the mask is row 10000, the target's vocabulary has"),
         ({"mask_token": "<|im_start|>"}, 0, None),
-        ({"mask_token": "<mask>"}, 64, "'<mask>' is no special token of the tokenizer"),
+        (
+            {"mask_token": "<mask>"},
+            64,
+            "a run fails: drafter.mask_token is '<mask>', which is no special token of the target",
+        ),
     ],
 )
 def test_a_missing_mask_token(
