@@ -210,7 +210,12 @@ def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
         raise _not_heldout("--heldout answers greedily, with eval.max_new_tokens, but flags ask for something else")
     output = args.to or (Path(evaluation.heldout) if evaluation.heldout else None)
     if output is None:
-        raise _not_heldout("Nothing says where the answers go: the recipe has no eval.heldout")
+        raise SlipstreamError(
+            "Nothing says where the answers go: the recipe has no eval.heldout.",
+            reason=Reason.SPEC_INVALID,
+            remedy='Add heldout = "heldout.jsonl" to the [eval] table of the recipe (of a copy, if it ships with '
+            "Slipstream): its runs read that file. Or name another with --to.",
+        )
     prompts = prompts_of(evaluation)
     device = _device(args.device)
     require_writable(output)  # makes directories, so only once nothing else is wrong

@@ -71,10 +71,11 @@ def _missing(key: str, entry: str, reason: Reason) -> SlipstreamError:
     with suppress(OSError):
         neighbours = sorted(one.name for one in path.parent.iterdir())
     close = nearest(path.name, neighbours)
+    made = "`slipstream data regenerate RECIPE --heldout` writes it. " if key == "eval.heldout" else ""
     return SlipstreamError(
         f"{key} names {entry}, which does not exist on this machine, where the target server would read it.",
         reason=reason,
-        remedy=(f"Did you mean {path.parent / close}? " if close else "") + _REMEDY,
+        remedy=(f"Did you mean {path.parent / close}? " if close else "") + made + _REMEDY,
     )
 
 

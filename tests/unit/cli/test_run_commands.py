@@ -152,6 +152,7 @@ MISSING: list[tuple[str, int, str]] = [
     ('data.files=["conversations.jsonl", "*.parquet"]', 3, "data.files names {directory}/*.parquet, which does not"),
     ("eval.prompts=prompts.jsonl", 3, "eval.prompts names {directory}/prompts.jsonl, which does not exist"),
     ("eval.heldout=answers.jsonl", 3, "eval.heldout names {directory}/answers.jsonl, which does not exist"),
+    ("eval.heldout=answers.jsonl", 3, "`slipstream data regenerate RECIPE --heldout` writes it. Correct the path"),
     ("target.model=./model", 3, "target.model names {directory}/model, which does not exist"),
     ("target.model=model.gguf", 3, "target.model names {directory}/model.gguf, which does not exist"),
 ]

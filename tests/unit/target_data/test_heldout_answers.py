@@ -127,6 +127,12 @@ def test_what_is_refused_before_a_target_is_loaded(
     assert says in refusal(tmp_path, str(tmp_path / "recipe.toml"), *arguments).message
 
 
+def test_the_key_to_add_is_named(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE + '[eval]\nprompts = "p.jsonl"\n')
+    remedy = refusal(tmp_path, str(tmp_path / "recipe.toml")).remedy
+    assert 'Add heldout = "heldout.jsonl" to the [eval] table' in remedy
+
+
 def test_files_have_no_evaluation(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("{}\n")
     error = refusal(tmp_path, str(tmp_path / "data.jsonl"), "--model", "m")
