@@ -119,11 +119,23 @@ def _keep(report: Mapping[str, str]) -> dict[str, str]:
 def _is_out_of_memory(error: Exception) -> bool:
     """True also for what torch's compiler wraps: a backend that ran out of memory while it tried kernels."""
     inner = getattr(error, "inner_exception", None)
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(inner, torch.OutOfMemoryError)
+    return any(isinstance(one, torch.OutOfMemoryError) for one in (error, inner)) or _is_hosts(error)
+
+
+def _is_hosts(error: Exception) -> bool:
+    """What torch raises where the memory of the CPU is full; it has no type of its own."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _out_of_memory(error: Exception, phase: Phase) -> SlipstreamError:
     lower = _TO_LOWER.get(phase, _TO_LOWER_IN_A_STEP)
+    if _is_hosts(error):
+        return SlipstreamError(
+            f"This machine's memory was full while {phase.value}: {str(error).splitlines()[0]}",
+            reason=Reason.OUT_OF_MEMORY,
+            remedy=f"Stop other programs here, {_SAME_COMMAND} Or {lower}: `slipstream plan` says what fits. "
+            f"{_NEW_RUN}",
+        )
     return SlipstreamError(
         f"The GPU's memory was full while {phase.value}: {str(error).splitlines()[0]}",
         reason=Reason.OUT_OF_MEMORY,

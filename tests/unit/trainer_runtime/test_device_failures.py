@@ -38,6 +38,14 @@ def test_full_memory_ends_in_words(error: Exception, phase: Phase, caplog: pytes
     assert "CUDA out of memory" in fields["error"] and fields["torch"] == str(torch.__version__)
 
 
+def test_full_memory_of_the_cpu_is_no_defect() -> None:
+    with pytest.raises(SlipstreamError) as raised, failures_reported(Phase.STEP):
+        torch.empty(2**60, dtype=torch.uint8)
+    assert raised.value.reason is Reason.OUT_OF_MEMORY and raised.value.exit_code == 6
+    assert raised.value.message.startswith("This machine's memory was full while starting a step: ")
+    assert "lower train.anchors_per_pack" in raised.value.remedy and "GPU" not in raised.value.remedy
+
+
 @pytest.mark.parametrize(
     "error",
     [
