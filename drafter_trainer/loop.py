@@ -250,7 +250,7 @@ class TrainingLoop:
             f"{self.standing.next_step - 1}; none of them was applied.{besides}",
             reason=Reason.LOSS_NOT_FINITE,
             remedy=f"The last good checkpoint is kept: {self.standing.last_checkpoint or 'none yet'}. Lower "
-            "optimizer.learning_rate, look at the packs named above, or train in float32.",
+            "optimizer.learning_rate, look at the packs that step_not_applied names in the log, or train in float32.",
         )
 
     def _save(self) -> None:
