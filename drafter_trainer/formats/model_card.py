@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drafter_trainer.drafter_config import SLIDING, DFlashConfig
 from drafter_trainer.formats.self_test import SelfTest
+from slipstream.counted import counted
 from slipstream.gguf_header import read_gguf_header
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_files import MODEL_CARD, TargetFiles, is_path
@@ -156,7 +157,7 @@ def _section(title: str, text: str) -> str:
 
 
 def _what(config: DFlashConfig, facts: CardFacts) -> str:
-    layers = f"{config.num_layers} layers"
+    layers = counted(config.num_layers, "layer")
     if SLIDING in config.layer_types:
         layers += f", {config.layer_types.count(SLIDING)} of them with a window of {config.sliding_window}"
     notes = [
