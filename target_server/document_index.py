@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.counted import counted
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -291,7 +292,7 @@ def _nothing_usable(files: Sequence[SourceFile], report: DataReport) -> Slipstre
     why = "; ".join(f"dropped {entry.in_words()}" for entry in report.dropped[:2])
     named = ", ".join(str(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
     return SlipstreamError(
-        f"{named}: no usable conversation in {report.read} records{'; ' + why if why else ''}.",
+        f"{named}: no usable conversation in {counted(report.read, 'record')}{'; ' + why if why else ''}.",
         reason=Reason.DATA_INVALID,
         remedy='A record is a JSON object such as {"messages": [{"role": "user", "content": "…"}, '
         '{"role": "assistant", "content": "…"}]}; docs/data.md lists the others.',
