@@ -212,5 +212,6 @@ def _hub_snapshot(spec: TargetSpec, *, weights: bool = True) -> Path:
         raise model_error(
             f"target.model {named} is no path on this disk, not complete in the hub cache, "
             f"and could not be downloaded ({type(error).__name__}).",
-            "Check the network, or download the model elsewhere and name its directory (--model DIRECTORY).",
+            "Check the network, or download the model elsewhere and name its directory: as target.model in a recipe, "
+            "else with --model or --target-model, whichever the command has.",
         ) from error
