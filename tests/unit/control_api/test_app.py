@@ -228,3 +228,7 @@ def test_a_locked_database_is_said_so_and_waited_out(client: TestClient, databas
 def test_clock_is_the_servers(client: TestClient, clock: FakeClock) -> None:
     created = client.post("/v1/targets", json={"name": "local", "address": "127.0.0.1:1"}).json()["created_at"]
     assert created == "2027-01-15T08:00:00.000+00:00"
+
+
+def test_no_page_of_it_loads_scripts_from_elsewhere(client: TestClient) -> None:
+    assert [client.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]

@@ -155,10 +155,18 @@ def test_its_own_recipe_serves_the_packaged_model_too(monkeypatch: pytest.Monkey
     stack = plan(Wanted(recipe="demo-smollm2-135m"))
     assert stack.target is not None and stack.target.model.model == "/packages/model.gguf"
     assert "target.model=/packages/model.gguf" in stack.example
-    asked = plan(Wanted(recipe="demo-smollm2-135m", overrides=("target.model=HuggingFaceTB/SmolLM2-135M-Instruct",)))
-    assert asked.target is not None and asked.target.model.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    other = plan(Wanted(recipe="smollm2-135m-1gpu"))
-    assert other.target is not None and other.target.model.model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.setattr(planning, "target_here", lambda target: target)
+    asked = plan(Wanted(recipe="demo-smollm2-135m", overrides=(f"target.model={hub}",)))
+    assert asked.target is not None and asked.target.model.model == hub
+
+
+def test_another_recipe_serves_what_can_be_had_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpus=0)
+    monkeypatch.setattr(planning, "target_here", lambda target: target.model_copy(update={"model": "/packages/m.gguf"}))
+    stack = plan(Wanted(recipe="smollm2-135m-1gpu"))
+    assert stack.target is not None and stack.target.model.model == "/packages/m.gguf"
+    assert "target.model=/packages/m.gguf" in stack.example
 
 
 ON_CPU = ["train.device=cpu", "train.attention=sdpa", "train.precision=float32"]
