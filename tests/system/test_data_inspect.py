@@ -96,8 +96,8 @@ def test_a_run_that_would_find_no_mask_token_is_told_before(
         f'name = "r"\ntarget.model = "{tokenizer}"\ndata.files = ["{mixed}"]\ntrain = {{ max_steps = 1 }}\n'
     )
     output = inspect(processes, recipe).output
-    assert "the recipe names no mask token and the tokenizer has none" in output
-    assert "set drafter.mask_token to a special token that no answer contains (it has: " in output
+    assert "a run fails: the target has no mask token and no unused row" in output
+    assert "Set drafter.mask_token to a special token that no answer contains (it has: " in output
     named = inspect(processes, recipe, "--set", "drafter.mask_token=<|im_end|>", "-o", "json")
     assert inspection_of(named).remarks == ()
     # Files alone say nothing of a drafter.
