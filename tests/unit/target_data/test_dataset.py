@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DataSpec
 from slipstream.wire.data_report import DataReport, Finding, FindingCount
-from target_server import document_index
+from target_server import dataset, document_index
 from target_server.data_files import file_stamp, find_files
 from target_server.dataset import Dataset, load_documents
 from target_server.record_encoder import id_hash, is_heldout
@@ -234,3 +234,11 @@ def test_progress_is_logged(
         load(write_talks(tmp_path / "a.jsonl", range(3)), tokenizers=tokenizers)
     events = [record.getMessage() for record in caplog.records]
     assert events.count("building_index") == 1 and events[-1] == "documents_loaded"
+
+
+@pytest.mark.parametrize(("gib", "jobs"), [(0.1, 1), (1, 8), (30, 8), (100, 3), (1000, 1)])
+def test_an_index_is_built_by_as_many_processes_as_two_gib_have_room_for(
+    monkeypatch: pytest.MonkeyPatch, gib: float, jobs: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: range(64))
+    assert dataset._jobs(int(gib * 2**30)) == jobs
