@@ -37,8 +37,12 @@ def own_help(words: str | None) -> str | None:
 def answer_as_typed(
     parser: argparse.ArgumentParser, commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 ) -> None:
-    """Let usage, help and errors of the command name what was typed; nothing changes where that is this program."""
-    command, _, typed = os.environ.get(_TYPED, "").partition("=")
+    """Let usage, help and errors of the command name what was typed; nothing changes where that is this program.
+
+    Called last of a parser's making: it takes the words out of the environment, since what this process starts was
+    typed by nobody.
+    """
+    command, _, typed = os.environ.pop(_TYPED, "").partition("=")
     if typed and command in commands.choices:
         chosen = commands.choices[command]
         # The whole parser speaks where a flag is unknown.

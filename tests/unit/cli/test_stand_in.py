@@ -1,6 +1,7 @@
 """A command that another program carries out speaks as the command that was typed."""
 
 import argparse
+import os
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_who_starts_the_program_itself_reads_its_name(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         build_parser().parse_args(["eval"])
     assert "drafter-trainer eval: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["worker", "eval"])
+def test_what_the_program_starts_in_turn_was_typed_by_nobody(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training process that inherited the words would hide flags of its own."""
+    words = as_typed("slipstream trainer start", "worker")
+    for key, value in words.items():
+        monkeypatch.setenv(key, value)
+    build_parser().parse_args([command, *(["run"] if command == "eval" else [])])
+    assert not words.keys() & os.environ.keys()
 
 
 def test_through_the_processes(capfd: pytest.CaptureFixture[str]) -> None:
