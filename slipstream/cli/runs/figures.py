@@ -143,6 +143,28 @@ def event_words(event: Json) -> str:
     return f"{source}{words}: {message}" if message else f"{source}{words}"
 
 
+class Telling:
+    """What is told of one run, one thing after another: a failure is an event of its process, then one of the run, and
+    then its end, and the message of all three is said once."""
+
+    def __init__(self) -> None:
+        self._said = ""
+        """The last message."""
+
+    def event(self, event: Json) -> str:
+        """As `event_words`."""
+        return event_words(self._unsaid(event))
+
+    def state(self, run: Json) -> str:
+        """As `state_words`."""
+        return state_words(self._unsaid(run))
+
+    def _unsaid(self, told: Json) -> Json:
+        message, said = told["message"], self._said
+        self._said = message or said
+        return dict(told) | {"message": ""} if message == said else told
+
+
 def state_words(run: Json) -> str:
     """The state, with what explains it: the reason of a failure, the conditions."""
     lines = [run["state"]]

@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.cli.api_access import control_api, say_next
 from slipstream.cli.display import local_time, print_json_line, print_line
 from slipstream.cli.runs.detach import detachable
-from slipstream.cli.runs.figures import event_words
+from slipstream.cli.runs.figures import Telling
 from slipstream.control_client import ControlClient, FeedMessage, segment
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.states import AT_REST, RunState
@@ -45,9 +45,13 @@ def logs(args: argparse.Namespace) -> int:
 
 def events(args: argparse.Namespace) -> int:
     """Print what happened to the run."""
+    telling = Telling()
 
     def show(event: Mapping[str, Any]) -> None:
-        print_json_line(event) if args.output == "json" else print_line(event_line(event))
+        if args.output == "json":
+            print_json_line(event)
+        else:
+            print_line(f"{local_time(event['time'])}  {telling.event(event)}")
 
     with control_api(args) as client, detachable(lambda: _LEFT.format(args.run)) as outcome:
         cursor = client.get(f"/v1/runs/{segment(args.run)}")["event_cursor"]
@@ -65,11 +69,6 @@ def events(args: argparse.Namespace) -> int:
     if not args.follow:
         say_next(args, f"run events {shlex.quote(args.run)} -f")
     return outcome.status
-
-
-def event_line(event: Mapping[str, Any]) -> str:
-    """An event with its time."""
-    return f"{local_time(event['time'])}  {event_words(event)}"
 
 
 def say_lost(why: SlipstreamError) -> None:

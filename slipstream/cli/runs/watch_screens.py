@@ -72,6 +72,7 @@ class PlainLines(_Lines):
 
     def __init__(self, every_seconds: float) -> None:
         self._every_seconds = every_seconds
+        self._telling = figures.Telling()
         self._printed_at: float | None = None
         self._is_event = False
 
@@ -79,7 +80,7 @@ class PlainLines(_Lines):
         """Print an event."""
         self._is_event = message.kind == "event"
         if self._is_event:
-            print_line(_event_line(message.data))
+            print_line(_event_line(message.data, self._telling))
 
     def say(self, words: str) -> None:
         """Print a line."""
@@ -88,7 +89,7 @@ class PlainLines(_Lines):
     def show(self, run: figures.Json) -> None:
         """Print the first one, then progress when it is time."""
         if self._printed_at is None:
-            print_line(f"{run['name']} {figures.state_words(run)}")
+            print_line(f"{run['name']} {self._telling.state(run)}")
         elif self._is_event or time.monotonic() < self._printed_at + self._every_seconds:
             return
         self._printed_at = time.monotonic()
@@ -96,7 +97,7 @@ class PlainLines(_Lines):
 
     def end(self, run: figures.Json) -> None:
         """Print how it ended."""
-        print_line(_last_words(run))
+        print_line(_last_words(run, self._telling))
 
 
 class LiveLine:
@@ -106,11 +107,12 @@ class LiveLine:
         from rich.live import Live
 
         self._live = Live(console=console, refresh_per_second=8, transient=True)
+        self._telling = figures.Telling()
 
     def take(self, message: FeedMessage) -> None:
         """Print an event."""
         if message.kind == "event":
-            self._live.console.print(printable(_event_line(message.data)), soft_wrap=True)
+            self._live.console.print(printable(_event_line(message.data, self._telling)), soft_wrap=True)
 
     def say(self, words: str) -> None:
         """Print a line above."""
@@ -122,7 +124,8 @@ class LiveLine:
 
     def end(self, run: figures.Json) -> None:
         """Print how it ended."""
-        self._live.console.print(printable(_last_words(run)), style=STATE_STYLES.get(run["state"], ""), soft_wrap=True)
+        words = printable(_last_words(run, self._telling))
+        self._live.console.print(words, style=STATE_STYLES.get(run["state"], ""), soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -132,12 +135,12 @@ class LiveLine:
         self._live.__exit__(None, None, None)
 
 
-def _event_line(event: figures.Json) -> str:
-    return f"{clock_time(event['time'])}  {figures.event_words(event)}"
+def _event_line(event: figures.Json, telling: figures.Telling) -> str:
+    return f"{clock_time(event['time'])}  {telling.event(event)}"
 
 
-def _last_words(run: figures.Json) -> str:
-    return f"{run['name']} {figures.state_words(run)}\n{figures.progress_words(run)}"
+def _last_words(run: figures.Json, telling: figures.Telling) -> str:
+    return f"{run['name']} {telling.state(run)}\n{figures.progress_words(run)}"
 
 
 def _progress_line(run: figures.Json) -> "RenderableType":

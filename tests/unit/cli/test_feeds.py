@@ -103,6 +103,7 @@ def test_watch_says_by_its_status_how_the_run_ended(desk: Desk, start: Start, st
     assert watch.wait_exit() == status
     assert f"demo {state}" in watch.output
     assert ("DISK_FULL" in watch.output and "No room. Free some." in watch.output) == (state == "FAILED")
+    assert watch.output.count("No room.") == (state == "FAILED"), "by its process, by the run and at the end: once"
     assert "next: slipstream run resume demo" in watch.lines
 
 
@@ -290,6 +291,18 @@ def test_events(desk: Desk, slipstream: Command) -> None:
     assert len(slipstream("run", "events", "demo", "--tail", "1").out.splitlines()) == 1
     first = json.loads(slipstream("run", "events", "demo", "-o", "json").out.splitlines()[0])
     assert first["data"]["state"] == "PENDING"
+
+
+def test_a_failure_is_told_once_and_every_try_by_itself(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    ended = {"reason": "INTERNAL", "message": "It was killed.", "remedy": ""}
+    again = {"id": "e1", "type": "CHILD_STARTED", "message": "Process 2.", "time": "2026-01-01T00:00:00Z", "data": {}}
+    desk.beat(report=report(assignment, "STARTING", exit=ended | {"child": 1, "will_restart": True}))
+    desk.beat(report=report(assignment, "STARTING", events=[again]))
+    desk.beat(report=report(assignment, "FAILED", exit=ended | {"child": 2, "will_restart": False}))
+    said = [line.split("  ", 1)[1] for line in slipstream("run", "events", "demo").out.splitlines()]
+    assert said.count("t1: CHILD_DIED: It was killed.") == 2, "of two processes"
+    assert "FAILED (FATAL)" in said
 
 
 def test_events_are_followed(desk: Desk, start: Start) -> None:
