@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from slipstream.cli.runs.figures import next_commands
+    from slipstream.cli.runs.next_steps import say_next_steps
     from slipstream.control_client import segment
     from slipstream.run_spec.states import AT_REST
 
@@ -84,7 +84,10 @@ def _list(args: argparse.Namespace) -> int:
     if not found:
         at_rest = owner["state"] in AT_REST
         print("no checkpoint" if at_rest else "no checkpoint yet")
-        say_next(args, *(next_commands(owner) if owner["state"] != "SUCCEEDED" else ["run ls"]))
+        if owner["state"] == "SUCCEEDED":
+            say_next(args, "run ls")
+        else:
+            say_next_steps(args, owner)
         return 0
     _print(found)
     best = "@best" if any(one.get("is_best") for one in found) else ""

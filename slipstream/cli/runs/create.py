@@ -11,6 +11,7 @@ from slipstream.cli.api_access import control_api, say_next
 from slipstream.cli.display import print_json, print_line
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.local_files import require_local_files
+from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.cli.runs.served_model import served_model
 from slipstream.cli.runs.watch import watch_run
 from slipstream.mask_token import require_mask
@@ -50,7 +51,7 @@ def create(args: argparse.Namespace) -> int:
         elif not any(one["status"] == "FREE" or one["run"] == run["name"] for one in client.listing("/v1/trainers")):
             print("no trainer is free: the run waits for one", file=sys.stderr)
             say_next(args, "trainer start")
-    say_next(args, *figures.next_commands(run))
+    say_next_steps(args, run)
     return 0
 
 

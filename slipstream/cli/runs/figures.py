@@ -1,23 +1,12 @@
 """What the API says of a run, in the words that all commands use."""
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from slipstream.cli.display import ABSENT, duration, measure, percent
-from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import Condition
 
 Json = Mapping[str, Any]
-_FAILS_AGAIN = {
-    Reason.SPEC_INVALID,
-    Reason.DATA_INVALID,
-    Reason.MODEL_INVALID,
-    Reason.PATH_NOT_ALLOWED,
-    Reason.TARGET_INCOMPATIBLE,
-    Reason.ENVIRONMENT_UNSUPPORTED,
-}
-"""Reasons that lie in what the run is, or where it may train: another try ends as this one did."""
 _STANDS_STILL = (
     Condition.NO_TRAINER_FITS,
     Condition.TARGET_UNREACHABLE,
@@ -171,19 +160,3 @@ def state_words(run: Json) -> str:
     if run["state"] == "FAILED":
         lines = [f"FAILED {run['reason'] or ''}".strip(), *([run["message"]] if run["message"] else [])]
     return "\n".join([*lines, *(f"{one['type']}: {one['message']}" for one in run["conditions"])])
-
-
-def next_commands(run: Json) -> list[str]:
-    """What a person does with a run in this state."""
-    name, state = shlex.quote(run["name"]), run["state"]
-    if state == "PENDING":
-        if unfit(run) is not None:  # one more of these trainers would not help
-            return ["trainer ls", f"run stop {name}"]
-        waits_for_trainer = any(one["type"] == Condition.NO_TRAINER_FREE for one in run["conditions"])
-        return ["trainer start"] if waits_for_trainer else [f"run watch {name}"]
-    if state == "SUCCEEDED":
-        return [f"checkpoint ls {name}"]
-    if state == "FAILED":
-        then = "delete" if run["reason"] in _FAILS_AGAIN else "resume"
-        return [f"run logs {name} --tail 50", f"run {then} {name}"]
-    return [f"run resume {name}"] if state in ("PAUSED", "STOPPED") else [f"run watch {name}"]

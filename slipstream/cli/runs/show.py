@@ -20,6 +20,7 @@ from slipstream.cli.display import (
     print_table,
 )
 from slipstream.cli.runs import figures
+from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.control_client import segment
 from slipstream.run_spec.states import AT_REST
 
@@ -57,7 +58,7 @@ def list_runs(args: argparse.Namespace) -> int:
         shown = [index for index, one in enumerate(_COLUMNS) if measures or one.title not in (_HELD_OUT, _BEST)]
         rows = [_row(run) for run in runs]
         print_table([_COLUMNS[index] for index in shown], [[row[index] for index in shown] for row in rows])
-        say_next(args, *figures.next_commands(_most_interesting(runs)))
+        say_next_steps(args, _most_interesting(runs))
     else:
         print(f"no run is {args.state}" if args.state else "no runs")
         say_next(args, "run create RECIPE")
@@ -82,7 +83,7 @@ def get_run(args: argparse.Namespace) -> int:
         for one in run["history"]
     ]
     print_table(columns, changes)
-    say_next(args, *figures.next_commands(run))
+    say_next_steps(args, run)
     return 0
 
 

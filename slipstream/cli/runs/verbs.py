@@ -11,6 +11,7 @@ from slipstream.cli.display import print_json, print_line
 from slipstream.cli.exit_status import RUN_FAILED, RUN_STOPPED, WAITED_IN_VAIN
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.detach import detachable
+from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.control_client import ControlClient, is_temporary, segment
 from slipstream.errors import SlipstreamError
 
@@ -43,7 +44,7 @@ def apply_verb(args: argparse.Namespace) -> int:
     if status == WAITED_IN_VAIN:
         goal = _GOALS[args.action][0]
         print(f"not {goal} after {args.timeout:g} s; what was asked for stays asked for", file=sys.stderr)
-    say_next(args, *figures.next_commands(run))
+    say_next_steps(args, run)
     return status
 
 

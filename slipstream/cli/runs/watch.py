@@ -12,6 +12,7 @@ from slipstream.cli.exit_status import DETACHED, RUN_FAILED, RUN_STOPPED
 from slipstream.cli.runs import figures
 from slipstream.cli.runs.detach import detachable
 from slipstream.cli.runs.lines import say_lost
+from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.cli.runs.watch_screens import JsonLines, LiveLine, PlainLines, Screen
 from slipstream.control_client import ControlClient, is_temporary, segment
 from slipstream.errors import SlipstreamError
@@ -55,7 +56,7 @@ def watch_run(client: ControlClient, args: argparse.Namespace, name: str, *, fir
     if outcome.status == DETACHED:
         say_next(args, f"run watch {shlex.quote(name)}", f"run stop {shlex.quote(name)}")
     elif run is not None:
-        say_next(args, *figures.next_commands(run))
+        say_next_steps(args, run)
     return outcome.status
 
 

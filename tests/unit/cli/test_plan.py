@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from slipstream.cli.commands import plan as command
 from slipstream.cli.main import run_command
 from slipstream.errors import SlipstreamError
 from slipstream.packaged_model import names_model
-from slipstream.plan.gpus import H200
+from slipstream.plan.gpus import GPUS, H200
 from slipstream.run_spec.reasons import Reason
 
 SIZES = (
@@ -123,6 +124,36 @@ def test_without_a_gpu_nothing_is_refused(
     monkeypatch.setattr(command, "card_of", lambda _: (H200, False))
     assert planned(recipe, "--set", "train.anchors_per_pack=65536") == 0
     assert "nothing is refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "card", "words"),
+    [
+        ("drafter.head_dim=256", "RTX 5090", "head_dim 256 is larger than 128"),
+        ("drafter.head_dim=8", "H200", "head_dim 8 is smaller than 16"),
+        ("train.fp8=true", "A100 80GB", "train.fp8 is true, but compute capability 8.0 has no FP8 products"),
+    ],
+)
+def test_what_a_card_cannot_run_does_not_fit_there(
+    setting: str,
+    card: str,
+    words: str,
+    recipe: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much memory it has: a trainer there would refuse the run in the same words."""
+    gpu = replace(next(gpu for gpu in GPUS if gpu.name == card), memory_bytes=1 << 40)
+    monkeypatch.setattr(command, "card_of", lambda _: (gpu, True))
+    with pytest.raises(SlipstreamError) as refused:
+        planned(recipe, "--set", setting)
+    assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and refused.value.exit_code == 4
+    assert words in refused.value.message and setting.partition("=")[0] in refused.value.remedy
+    shown = capsys.readouterr().out
+    assert f"cannot run there: {words}" in shown
+    (row,) = [line for line in shown.partition("What fits:")[2].splitlines()[3:] if line.startswith(card)]
+    assert f"no; {words}" in row and "--set" not in row
+    assert planned(recipe) == 0 and "yes" in capsys.readouterr().out
 
 
 def test_a_recipe_for_a_cpu_is_planned_for_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,7 +285,15 @@ def test_export_of_a_checkpoint_that_is_not_here(desk: Desk, slipstream: Command
 
 
 @pytest.mark.parametrize(
-    ("reason", "then"), [("DATA_INVALID", "run delete demo"), ("OUT_OF_MEMORY", "run resume demo")]
+    ("reason", "then"),
+    [
+        ("INTERNAL", "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n"),
+        (
+            "DATA_INVALID",
+            "change first: the data that the message names\n"
+            "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n",
+        ),
+    ],
 )
 def test_no_checkpoint_of_a_run_that_failed(desk: Desk, slipstream: Command, reason: str, then: str) -> None:
     assignment = desk.running()
@@ -293,5 +301,5 @@ def test_no_checkpoint_of_a_run_that_failed(desk: Desk, slipstream: Command, rea
     desk.beat(report=report(assignment, "FAILED", exit=ended))
     answer = slipstream("checkpoint", "ls", "demo")
     assert (answer.status, answer.out) == (0, "no checkpoint\n")
-    assert answer.err == f"next: slipstream run logs demo --tail 50\nnext: slipstream {then}\n"
+    assert answer.err == then
     assert json.loads(slipstream("checkpoint", "ls", "demo", "-o", "json").out) == {"checkpoints": []}

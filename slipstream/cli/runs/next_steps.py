@@ -1,0 +1,109 @@
+"""What a person does next with a run, by its state. After a failure that would only repeat: what to change first."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.cli.api_access import say_next
+from slipstream.cli.runs import figures
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.states import Condition
+
+_MOST_OF_A_NAME = 61
+"""Characters, with room for another two."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What has to be another before there is another try."""
+
+    words: str
+    lower: tuple[str, str] = ("", "")
+    """The setting that is proposed, as section and key."""
+    is_defined: bool = False
+    """The definition says it, which a run keeps: only a new run can have another one."""
+
+
+_CHANGE_FIRST = {
+    Reason.SPEC_INVALID: _Change("the setting that the message names", is_defined=True),
+    Reason.TARGET_INCOMPATIBLE: _Change(
+        "the target, or the drafter's settings that the message names", is_defined=True
+    ),
+    Reason.LOSS_NOT_FINITE: _Change(
+        "optimizer.learning_rate{now}, in a new run, or what else the message names",
+        lower=("optimizer", "learning_rate"),
+        is_defined=True,
+    ),
+    Reason.OUT_OF_MEMORY: _Change(
+        "train.anchors_per_pack{now}, in a new run; or end what else fills that memory, and resume this one",
+        lower=("train", "anchors_per_pack"),
+        is_defined=True,
+    ),
+    Reason.DATA_INVALID: _Change("the data that the message names"),
+    Reason.MODEL_INVALID: _Change("the model's files, as the message says"),
+    Reason.PATH_NOT_ALLOWED: _Change("the path, or who may use it, as the message says"),
+    Reason.CHECKPOINT_INVALID: _Change("the checkpoint that the message names"),
+    Reason.ENVIRONMENT_UNSUPPORTED: _Change("the trainer, or its machine, as the message says"),
+    Reason.TARGET_FINGERPRINT_MISMATCH: _Change("the model that the target server serves, back to that of the run"),
+    Reason.DISK_FULL: _Change("the room on the disk that the message names"),
+}
+"""By reasons with which the next try would end as this one did."""
+
+
+def say_next_steps(args: argparse.Namespace, run: figures.Json) -> None:
+    """Print them on stderr, as `say_next` does."""
+    if args.output != "json" and (what := change_first(run)) is not None:
+        print(f"change first: {what}", file=sys.stderr)
+    say_next(args, *next_commands(run))
+
+
+def change_first(run: figures.Json) -> str | None:
+    """What to change before another try; None where it may end better by itself."""
+    change = _change(run)
+    if change is None:
+        return None
+    value = _defined(run, change.lower)
+    return change.words.format(now="" if value is None else f" ({value:g})")
+
+
+def next_commands(run: figures.Json) -> list[str]:
+    """What a person does with a run in this state."""
+    name, state = shlex.quote(run["name"]), run["state"]
+    if state == "PENDING":
+        if figures.unfit(run) is not None:  # one more of these trainers would not help
+            return ["trainer ls", f"run stop {name}"]
+        waits_for_trainer = any(one["type"] == Condition.NO_TRAINER_FREE for one in run["conditions"])
+        return ["trainer start"] if waits_for_trainer else [f"run watch {name}"]
+    if state == "SUCCEEDED":
+        return [f"checkpoint ls {name}"]
+    if state == "FAILED":
+        return [f"run logs {name} --tail 50", *_after_failure(run, name)]
+    return [f"run resume {name}"] if state in ("PAUSED", "STOPPED") else [f"run watch {name}"]
+
+
+def _after_failure(run: figures.Json, name: str) -> list[str]:
+    change = _change(run)
+    if change is None or not change.is_defined:
+        return [f"run resume {name}"]
+    other = shlex.quote(f"{run['name'][:_MOST_OF_A_NAME]}-2")
+    value = _defined(run, change.lower)
+    setting = "KEY=VALUE" if value is None else f"{'.'.join(change.lower)}={_half(value):g}"
+    return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} --set {setting}"]
+
+
+def _change(run: figures.Json) -> _Change | None:
+    return _CHANGE_FIRST.get(run["reason"]) if run["state"] == "FAILED" else None
+
+
+def _defined(run: figures.Json, key: tuple[str, str]) -> float | None:
+    """The number that the run's definition has there; lists of runs come without definitions."""
+    section: Any = run.get("spec", {}).get(key[0])
+    value = section.get(key[1]) if isinstance(section, Mapping) else None
+    return value if isinstance(value, int | float) else None
+
+
+def _half(value: float) -> float:
+    return max(1, value // 2) if isinstance(value, int) else value / 2
