@@ -43,7 +43,13 @@ def print_plan(
 
 
 def refusal(plan: RunPlan) -> SlipstreamError:
-    """For a run that does not fit on the card it was planned for."""
+    """For a run that cannot run, or does not fit, on the card it was planned for."""
+    if plan.own.refusal is not None:
+        return SlipstreamError(
+            f"{plan.card.name} cannot train this drafter: {plan.own.refusal}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Train on another GPU, or change the setting: --set drafter.head_dim=128, or --set train.fp8=false.",
+        )
     nearest, alone = ways_to_fit(plan)
     memory = plan.memory
     needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {plan.card.name} has "
@@ -72,6 +78,8 @@ def _mib(size: int) -> str:
 
 def _verdict(own: CardFit) -> str:
     """Whether the run fits on the card of the plan, and by how much."""
+    if own.refusal is not None:
+        return f"cannot run there: {own.refusal}"
     left = own.gpu.memory_bytes - own.peak_bytes
     found = f"{gib(own.peak_bytes)} predicted, {gib(own.gpu.memory_bytes)} there"
     return f"fits: {found}, {gib(left)} left" if own.fits else f"does not fit: {found}, {gib(-left)} too little"
@@ -202,7 +210,7 @@ def _print_cards(cards: Sequence[CardFit]) -> None:
     ]
     rows = []
     for card in cards:
-        nearest = "nothing that was tried" if card.nearest is None else in_words(card.nearest)
+        nearest = card.refusal or ("nothing that was tried" if card.nearest is None else in_words(card.nearest))
         rows.append(
             [
                 card.gpu.name,

@@ -1,8 +1,9 @@
-"""Devices to plan for, and how fast a trainer is assumed to be on them."""
+"""Devices to plan for: what a trainer cannot do on them, and how fast it is assumed to be."""
 
 import math
 from dataclasses import dataclass
 
+from slipstream.gpu_limits import FIRST_WITH_FP8, LEAST_CAPABILITY, Capability, gpu_limits
 from slipstream.plan.memory import GIB
 from slipstream.plan.sizes import RunSizes
 
@@ -16,21 +17,23 @@ class Gpu:
     """As the driver reports it, about."""
     peak_tflops: float
     """Data sheet: bfloat16, dense, float32 sums."""
+    capability: Capability | None = None
+    """Compute capability; None where only the memory is known, and of a CPU."""
     as_fast_as: str | None = None
     """A known card whose speed is taken, where only the memory is known."""
 
 
 GPUS = (
-    Gpu("L4", round(22.0 * GIB), 121.0),
-    Gpu("RTX 4090", round(23.5 * GIB), 165.0),
-    Gpu("RTX 5090", round(31.4 * GIB), 209.0),
-    Gpu("A100 40GB", round(39.4 * GIB), 312.0),
-    Gpu("L40S", round(44.4 * GIB), 362.0),
-    Gpu("A100 80GB", round(79.2 * GIB), 312.0),
-    Gpu("H100", round(79.2 * GIB), 989.0),
-    Gpu("RTX PRO 6000", round(94.9 * GIB), 503.0),
-    Gpu("H200", round(139.8 * GIB), 989.0),
-    Gpu("B200", round(178.3 * GIB), 2250.0),
+    Gpu("L4", round(22.0 * GIB), 121.0, (8, 9)),
+    Gpu("RTX 4090", round(23.5 * GIB), 165.0, (8, 9)),
+    Gpu("RTX 5090", round(31.4 * GIB), 209.0, (12, 0)),
+    Gpu("A100 40GB", round(39.4 * GIB), 312.0, (8, 0)),
+    Gpu("L40S", round(44.4 * GIB), 362.0, (8, 9)),
+    Gpu("A100 80GB", round(79.2 * GIB), 312.0, (8, 0)),
+    Gpu("H100", round(79.2 * GIB), 989.0, (9, 0)),
+    Gpu("RTX PRO 6000", round(94.9 * GIB), 503.0, (12, 0)),
+    Gpu("H200", round(139.8 * GIB), 989.0, (9, 0)),
+    Gpu("B200", round(178.3 * GIB), 2250.0, (10, 0)),
 )
 H200 = next(gpu for gpu in GPUS if gpu.name == "H200")
 
@@ -49,6 +52,18 @@ def gpu_named(name: str) -> Gpu | None:
     """The card that torch calls so: "NVIDIA H100 80GB HBM3" is an H100."""
     words = set(name.replace("-", " ").split())
     return next((gpu for gpu in reversed(GPUS) if set(gpu.name.split()) <= words), None)
+
+
+def why_not_there(sizes: RunSizes, gpu: Gpu) -> str | None:
+    """Why a trainer would refuse the run on such a card, whatever its memory; None if nothing is known against it."""
+    if sizes.on_cpu:
+        return None
+    if refusal := gpu_limits(gpu.capability or LEAST_CAPABILITY, None, None).head_dim_refusal(sizes.head_dim):
+        return refusal
+    if sizes.fp8 and gpu.capability is not None and gpu.capability < FIRST_WITH_FP8:
+        found, first = (".".join(map(str, capability)) for capability in (gpu.capability, FIRST_WITH_FP8))
+        return f"train.fp8 is true, but compute capability {found} has no FP8 products; they begin with {first}"
+    return None
 
 
 def assumed_share(sizes: RunSizes) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
-from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops
+from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops, why_not_there
 from slipstream.plan.heldout import HeldoutCost, heldout_cost, read_answers
 from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
 from slipstream.plan.search import Fit, nearest_fit, single_fits
@@ -24,11 +24,13 @@ class CardFit:
     cost: CostPlan
     nearest: Fit | None
     """Settings with which it fits; None where it fits as it is, or nothing that is tried does."""
+    refusal: str | None = None
+    """Why it cannot run there, however much memory there is; None if nothing is known against it."""
 
     @property
     def fits(self) -> bool:
         """As the recipe has it."""
-        return self.peak_bytes <= self.gpu.memory_bytes
+        return self.refusal is None and self.peak_bytes <= self.gpu.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def ways_to_fit(plan: RunPlan) -> tuple[Fit | None, Sequence[Fit]]:
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """For programs; bytes and seconds."""
-    nearest, alone = (None, ()) if fits(plan) else ways_to_fit(plan)
+    is_small = plan.own.refusal is None and not fits(plan)
+    nearest, alone = ways_to_fit(plan) if is_small else (None, ())
     return {
         "card": {"name": plan.card.name, "memory_bytes": plan.card.memory_bytes},
         "parameters": plan.cost.parameters,
@@ -151,6 +154,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         if plan.heldout is None
         else asdict(plan.heldout) | {"total_seconds": plan.heldout.total_seconds},
         "fits": fits(plan),
+        "refusal": plan.own.refusal,
         "nearest_settings": None if nearest is None else list(nearest.settings),
         "settings_enough_alone": [list(fit.settings) for fit in alone],
         "cards": [
@@ -159,6 +163,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
                 "memory_bytes": card.gpu.memory_bytes,
                 "peak_bytes": card.peak_bytes,
                 "fits": card.fits,
+                "refusal": card.refusal,
                 "nearest_settings": None if card.nearest is None else list(card.nearest.settings),
                 "step_seconds": card.cost.step_seconds,
             }
@@ -173,9 +178,10 @@ def fits(plan: RunPlan) -> bool:
 
 
 def _card_fit(sizes: RunSizes, gpu: Gpu, cost: CostPlan) -> CardFit:
-    peak = plan_memory(sizes, gpu.memory_bytes).peak_bytes
-    nearest = None if peak <= gpu.memory_bytes else nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes)
-    return CardFit(gpu, peak, cost, nearest)
+    peak, refusal = plan_memory(sizes, gpu.memory_bytes).peak_bytes, why_not_there(sizes, gpu)
+    is_small = refusal is None and peak > gpu.memory_bytes
+    nearest = nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes) if is_small else None
+    return CardFit(gpu, peak, cost, nearest, refusal)
 
 
 def _cost(spec: RunSpec, sizes: RunSizes, tflops: float, steps: int | None) -> CostPlan:

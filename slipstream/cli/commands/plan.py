@@ -22,7 +22,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "plan",
         help="what a run will need of memory, time, wire and disk, before anything starts",
         description="Predicts each phase of a step, what fits on which GPU, and time, wire and disk. A run that does "
-        "not fit is refused with the nearest settings that do; exit status 6. Loads neither torch nor the model.",
+        "not fit is refused with the nearest settings that do; exit status 6. One that the card cannot run at all: 4. "
+        "Loads neither torch nor the model.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a .toml file, or the name of a recipe that ships")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override; a later one wins")
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, and refuse what does not fit.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, MODEL_INVALID, DATA_INVALID; OUT_OF_MEMORY, with the nearest settings that fit.
+        SlipstreamError: SPEC_INVALID, MODEL_INVALID, DATA_INVALID; OUT_OF_MEMORY, with the nearest settings that fit;
+            ENVIRONMENT_UNSUPPORTED, the card cannot run it whatever its memory.
     """
     # pydantic costs a tenth of a second: not for `--help`.
     import recipes
@@ -129,7 +131,7 @@ def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     if not gpus:
         return H200, False
     known = gpu_named(gpus[0].name)
-    return Gpu(gpus[0].name, gpus[0].memory_bytes, (known or H200).peak_tflops), True
+    return Gpu(gpus[0].name, gpus[0].memory_bytes, (known or H200).peak_tflops, gpus[0].compute_capability), True
 
 
 def cpu_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
