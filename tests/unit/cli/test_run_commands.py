@@ -289,8 +289,14 @@ def test_before_a_run_that_would_fail_again_something_is_changed(
     assert slipstream("run", "ls").err.startswith("change first: "), "a list has no definitions"
 
 
-def test_what_is_proposed_after_a_failure_can_be_done(desk: Desk, slipstream: Command, tmp_path: Path) -> None:
-    assignment = desk.running()
+def test_what_is_proposed_after_a_failure_can_be_done(
+    desk: Desk, slipstream: Command, tmp_path: Path, recipe: Path
+) -> None:
+    desk.target()
+    desk.trainer()
+    assert slipstream("run", "create", recipe, "--name", "demo").status == 0
+    desk.reconcile()
+    assignment = desk.beat()["assignment"]["id"]
     ended = {"child": 1, "reason": "LOSS_NOT_FINITE", "message": "No.", "will_restart": False}
     desk.beat(report=report(assignment, "FAILED", exit=ended))
     *_, write, create = slipstream("run", "get", "demo").err.splitlines()
