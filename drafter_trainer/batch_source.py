@@ -59,6 +59,8 @@ class BatchSource:
         """Where the feeder's time goes."""
         self.waited_seconds = 0.0
         """Time the training thread has spent waiting in `next_batch`."""
+        self.pack_bytes = 0
+        """Of the pack that was read last, as it came."""
 
     def start(self, next_step: int) -> None:
         """Begin to fetch at the step from which the link was started."""
@@ -151,7 +153,7 @@ class BatchSource:
     def _missing(self) -> int:
         """Packs of the run that are neither handed over, nor here, nor quarantined."""
         begin = self._plan.sequence_numbers(self._next_step).start
-        end = self._plan.sequence_numbers(self._plan.total_steps).start
+        end = self._plan.end
         return end - begin - len(self._ready) - sum(begin <= number < end for number in self._link.quarantined)
 
     def _room(self) -> int:
@@ -197,7 +199,7 @@ class BatchSource:
     def _lease(self, max_packs: int) -> pb.LeasePacksResponse | None:
         try:
             with self.times.measured("lease"):
-                return self._link.lease(max_packs)
+                return self._link.lease(max_packs, self._plan.end)
         except SlipstreamError as error:
             if error.reason not in (Reason.SUBSCRIPTION_UNKNOWN, Reason.LEASE_LOST):
                 raise
@@ -224,6 +226,7 @@ class BatchSource:
             tensors = self._read_payload(PayloadRef.of_lease(lease))
         if tensors is None:
             return None
+        self.pack_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with self.times.measured("anchors"):
             tensors = padded_to(tensors, bucket)
             anchors = draw_anchors(

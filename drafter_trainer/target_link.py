@@ -38,6 +38,8 @@ _SAY_AGAIN_SECONDS = 30.0
 _GREET_AGAIN_SECONDS = 1.0
 # Short, so that a trainer that is told to stop does not sit in a poll for long.
 _LONGEST_POLL_SECONDS = 2.0
+_LARGEST = 2**63 - 1
+"""That the wire carries."""
 
 _log = logging.getLogger(__name__)
 
@@ -226,8 +228,11 @@ class TargetLink:
         assert self._reader is not None, "the handshake comes first"
         return self._reader
 
-    def lease(self, max_packs: int) -> pb.LeasePacksResponse:
-        """Ask for packs; an empty answer after a while is none."""
+    def lease(self, max_packs: int, end: int = 0) -> pb.LeasePacksResponse:
+        """Ask for packs; an empty answer after a while is none.
+
+        `end`: one past the run's last pack, so that the server computes none in vain; 0: not known.
+        """
         time_to_live = Duration()
         time_to_live.FromMilliseconds(round(self._spec.stream.lease_seconds * 1000))
         max_wait = Duration()
@@ -242,6 +247,7 @@ class TargetLink:
                 time_to_live=time_to_live,
                 target_fingerprint=self.fingerprint,
                 transport=self.reader.transport,
+                end_sequence_number=min(end, _LARGEST),
             )
         )
         self._note_quarantined(response.quarantined_sequence_numbers)

@@ -41,6 +41,11 @@ class PackPlan:
         first = self.first_sequence_number + step * self.packs_per_step
         return range(first, first + self.packs_per_step)
 
+    @property
+    def end(self) -> int:
+        """One past the last pack of the run."""
+        return self.sequence_numbers(self.total_steps).start
+
     def step_of(self, sequence_number: int) -> int:
         """The step of a pack."""
         return (sequence_number - self.first_sequence_number) // self.packs_per_step

@@ -43,6 +43,8 @@ class Ask:
     max_wait: float = 0.0
     """Seconds to wait while there is nothing."""
     time_to_live: float = 60.0
+    end: int | None = None
+    """One past the last pack that it will ever ask for: nothing behind it is computed early. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class LeaseLedger:
             if slot is None or not may_pin(shelf, slot, subscription, active):
                 break
             leases.append(self._book.grant(subscription, slot, ask.time_to_live))
-        subscription.ask_for(ask.max_packs - len(leases))
+        subscription.ask_for(ask.max_packs - len(leases), ask.end)
         self._book.work.notify_all()
         return tuple(leases)
 

@@ -126,6 +126,7 @@ class HiddenStateService(HiddenStateServiceServicer):
                 max_packs=max(1, request.max_packs),
                 max_wait=min(_seconds(request.max_wait), LONGEST_POLL_SECONDS) if may_wait else 0.0,
                 time_to_live=_seconds(request.time_to_live),
+                end=request.end_sequence_number or None,
             )
             grant = self._ledger.lease(request.subscription, ask, cancelled=lambda: not context.is_active())
         finally:

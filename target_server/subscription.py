@@ -142,6 +142,7 @@ class Subscription:
         self._fresh = self.cursor
         self._horizon = self._fresh
         self._has_asked = False
+        self._end_of_asks = float("inf")
         self.leased: dict[int, Lease] = {}
         self.returned: set[int] = set()
         self.attempts: dict[int, int] = {}
@@ -200,10 +201,11 @@ class Subscription:
         return sequence_number if sequence_number < self.limit else None
 
     def wanted(self, window: int, ahead: int = 0) -> Iterator[int]:
-        """Packs to have on the shelf now, ascending: those asked for, and `ahead` beyond them, within `window` packs of
-        the cursor."""
+        """Packs to have on the shelf now, ascending: those asked for, and `ahead` beyond them that will be asked for,
+        within `window` packs of the cursor."""
         yield from sorted(self.returned)
-        end = min(self._horizon + (ahead if self._has_asked else 0), self.limit, self.low + window)
+        early = min(self._horizon + ahead, self._end_of_asks) if self._has_asked else self._horizon
+        end = min(max(self._horizon, early), self.limit, self.low + window)
         for sequence_number in itertools.count(self.fresh):
             if sequence_number >= end:
                 return
@@ -215,9 +217,13 @@ class Subscription:
         """The first pack that it has neither got nor asked for."""
         return max(self._horizon, self.fresh)
 
-    def ask_for(self, packs: int) -> None:
-        """A trainer has room for so many packs beyond those it was granted: the credit that drives production."""
+    def ask_for(self, packs: int, end: int | None = None) -> None:
+        """A trainer has room for so many packs beyond those it was granted: the credit that drives production.
+
+        `end`: one past the last pack that it will ever ask for, where it says so.
+        """
         self._has_asked = True
+        self._end_of_asks = float("inf") if end is None else end
         self._horizon = max(self._horizon, self.fresh + max(0, packs - len(self.returned)))
 
     @property

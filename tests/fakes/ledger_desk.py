@@ -107,9 +107,11 @@ class LedgerDesk:
         first = self.book.subscriptions[name].record.first_sequence_number
         return self.ledger.seek(name, SeekTo(next_step, first, expected, **changes))  # type: ignore[arg-type]
 
-    def ask(self, name: str, incarnation: int, packs: int = 1, *, time_to_live: float = 60.0) -> Grant:
+    def ask(
+        self, name: str, incarnation: int, packs: int = 1, *, time_to_live: float = 60.0, end: int | None = None
+    ) -> Grant:
         """Ask without waiting."""
-        return self.ledger.lease(name, Ask(incarnation, packs, 0.0, time_to_live))
+        return self.ledger.lease(name, Ask(incarnation, packs, 0.0, time_to_live, end))
 
     def get(self, name: str, incarnation: int, packs: int = 1) -> list[int]:
         """Ask, let the engine work, ask again, confirm all; returns what was delivered."""

@@ -330,6 +330,24 @@ def test_a_commit_to_a_server_with_an_older_ledger_is_made_good_by_a_seek(
     assert ours.packs_committed == 9
 
 
+def test_nothing_is_computed_behind_the_end_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server computes ahead of its trainers, and knows of `max_steps` what they tell it."""
+    asked: list[int] = []
+    lease_packs = desk.client.lease_packs
+
+    def heard(request: pb.LeasePacksRequest) -> pb.LeasePacksResponse:
+        asked.append(request.end_sequence_number)
+        return lease_packs(request)
+
+    monkeypatch.setattr(desk.client, "lease_packs", heard)
+    # A stream that no other test has.
+    link, source = desk.start("ends", "train.max_steps=5", "data.seed=17")
+    assert take(source, 5) == [[step] for step in range(5)]
+    assert set(asked) == {5}
+    stats = desk.client.get_stream_stats(admin_pb.GetStreamStatsRequest(stream=link.stream))
+    assert stats.packs_computed == 5
+
+
 def test_a_stop_ends_the_wait(desk: Desk) -> None:
     link, source = desk.start("stopped", "train.max_steps=100000")
     take(source, 1)

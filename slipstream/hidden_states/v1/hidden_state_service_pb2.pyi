@@ -173,7 +173,7 @@ class SeekSubscriptionResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class LeasePacksRequest(_message.Message):
-    __slots__ = ("subscription", "incarnation", "trainer", "max_packs", "max_wait", "time_to_live", "target_fingerprint", "transport")
+    __slots__ = ("subscription", "incarnation", "trainer", "max_packs", "max_wait", "time_to_live", "target_fingerprint", "transport", "end_sequence_number")
     SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRAINER_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class LeasePacksRequest(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    END_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     subscription: str
     incarnation: int
     trainer: str
@@ -190,7 +191,8 @@ class LeasePacksRequest(_message.Message):
     time_to_live: _duration_pb2.Duration
     target_fingerprint: str
     transport: Transport
-    def __init__(self, subscription: _Optional[str] = ..., incarnation: _Optional[int] = ..., trainer: _Optional[str] = ..., max_packs: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_fingerprint: _Optional[str] = ..., transport: _Optional[_Union[Transport, str]] = ...) -> None: ...
+    end_sequence_number: int
+    def __init__(self, subscription: _Optional[str] = ..., incarnation: _Optional[int] = ..., trainer: _Optional[str] = ..., max_packs: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target_fingerprint: _Optional[str] = ..., transport: _Optional[_Union[Transport, str]] = ..., end_sequence_number: _Optional[int] = ...) -> None: ...
 
 class LeasePacksResponse(_message.Message):
     __slots__ = ("leases", "stream_state", "quarantined_sequence_numbers")

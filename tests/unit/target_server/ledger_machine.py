@@ -75,13 +75,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.seek_to(run, max(0, self.runs[run].cursor - back))
 
     @precondition(known)
-    @rule(run=runs, packs=st.integers(1, 5))
-    def lease(self, run: str, packs: int) -> None:
+    @rule(run=runs, packs=st.integers(1, 5), end=st.sampled_from((None, 1, NUM_PACKS)))
+    def lease(self, run: str, packs: int, end: int | None = None) -> None:
+        """`end` is the trainer's word, right or wrong: it changes nothing of what is delivered."""
         if run not in self.runs:
             return
         model, now = self.runs[run], self.desk.now
         try:
-            grant = self.desk.ask(self.name(run), model.incarnation, packs, time_to_live=TIME_TO_LIVE)
+            grant = self.desk.ask(self.name(run), model.incarnation, packs, time_to_live=TIME_TO_LIVE, end=end)
         except SlipstreamError as error:
             assert error.reason is Reason.LEASE_QUOTA_EXCEEDED
             assert len(model.valid(now)) >= 4

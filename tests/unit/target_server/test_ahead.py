@@ -96,6 +96,35 @@ def test_nothing_is_computed_early_for_a_run_that_is_away(desk: LedgerDesk, away
     assert desk.work() == []
 
 
+def test_nothing_is_computed_behind_the_end_of_a_run(desk: LedgerDesk) -> None:
+    """`max_steps` and `max_tokens` end a run within an epoch: the server hears of it with every ask."""
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, end=4)
+    assert desk.work() == [0, 1, 2]
+    for number in range(4):
+        (lease,) = desk.ask(name, incarnation, end=4).leases
+        assert desk.ledger.confirm(lease.token, lease.facts.generation) and lease.sequence_number == number
+        desk.work()
+    assert desk.computed == [0, 1, 2, 3]
+
+
+def test_an_end_that_is_wrong_holds_nothing_back(desk: LedgerDesk) -> None:
+    name, incarnation = desk.join("a")
+    desk.ask(name, incarnation, packs=3, end=1)
+    assert desk.work() == [0, 1, 2], "what is asked for is computed"
+    desk.seek(name, 0)
+    desk.ask(name, incarnation + 1, packs=2)
+    assert desk.work() == [3], "and a later trainer that does not say where it ends gets its packs early"
+
+
+def test_a_longer_run_of_the_stream_has_its_packs_early(desk: LedgerDesk) -> None:
+    short, incarnation = desk.join("short")
+    long, other = desk.join("long")
+    desk.ask(short, incarnation, end=1)
+    desk.ask(long, other)
+    assert desk.work() == [0, 1, 2]
+
+
 def test_the_end_of_an_epoch_is_the_end(tmp_path: Path) -> None:
     desk = LedgerDesk(tmp_path / "ledger.sqlite", num_packs=2, ahead=2)
     name, incarnation = desk.join("a")

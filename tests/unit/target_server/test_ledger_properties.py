@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.unit.target_server.ledger_machine import LedgerMachine
-from tests.unit.target_server.ledger_model import RUNS
+from tests.unit.target_server.ledger_model import NUM_PACKS, RUNS
 
 LedgerMachine.TestCase.settings = settings(
     max_examples=int(os.environ.get("SLIPSTREAM_LEDGER_EXAMPLES", "60")),
@@ -22,7 +22,7 @@ test_any_interleaving = LedgerMachine.TestCase
 
 
 RULES: dict[str, tuple[int, dict[str, list[object]]]] = {
-    "lease": (8, {"packs": [1, 2, 5]}),
+    "lease": (8, {"packs": [1, 2, 5], "end": [None, 1, NUM_PACKS]}),
     "engine": (8, {"packs": [1, 2, 3]}),
     "confirm": (8, {"index": [0, 1, 2], "right": [True, True, True, False]}),
     "commit": (6, {}),
