@@ -66,9 +66,9 @@ def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTa
         SlipstreamError: CHECKPOINT_INVALID; TARGET_INCOMPATIBLE, a drafter for another target; SPEC_INVALID, one of
             other sizes, naming what was found and expected.
     """
+    require_directory(str(directory))
     if (directory / "checkpoints").is_dir():
         directory = newest_checkpoint(directory / "checkpoints") or directory
-    require_directory(str(directory))
     is_checkpoint = (directory / MANIFEST).exists()
     weights = (_of_checkpoint if is_checkpoint else _of_published)(directory, config, target)
     log_event(_log, "info", "first_weights", directory=str(directory))

@@ -1,6 +1,7 @@
 """What a published drafter says of itself: a DFlashConfig without what only its target knows."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,12 @@ from drafter_trainer.drafter_config import FULL, SLIDING, DFlashConfig
 from drafter_trainer.evaluation.target_check import outside_of_target
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import LONGEST_BLOCK
 from slipstream.wire.target_config import TargetConfig
+
+# Far above any drafter's: a number that is no size is refused before anything of that size is made.
+_MOST = 2**31 - 1
+_MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -108,25 +114,34 @@ class ConfigReader:
         """`where` names the file, and the table in it."""
         self.values, self.where = values, where
 
-    def integer(self, key: str, *, at_least: int = 1) -> int:
-        """A whole number.
+    def integer(self, key: str, *, at_least: int = 1, at_most: int = _MOST) -> int:
+        """A whole number between the two, which may be either.
 
         Raises:
             SlipstreamError: CHECKPOINT_INVALID.
         """
         value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            raise config_invalid(f"{self.where}: {key} is {value!r}, expected a whole number from {at_least} on")
+        if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
+            most = "on" if at_most == _MOST else f"to {at_most}"
+            raise config_invalid(f"{self.where}: {key} is {value!r}, expected a whole number from {at_least} {most}")
         return value
 
+    def block_size(self) -> int:
+        """As long as a run's blocks may be.
+
+        Raises:
+            SlipstreamError: CHECKPOINT_INVALID.
+        """
+        return self.integer("block_size", at_least=2, at_most=LONGEST_BLOCK)
+
     def number(self, key: str) -> float:
-        """A positive number.
+        """A positive number; JSON as Python reads it also has Infinity.
 
         Raises:
             SlipstreamError: CHECKPOINT_INVALID.
         """
         value = self.values.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise config_invalid(f"{self.where}: {key} is {value!r}, expected a positive number")
         return float(value)
 
@@ -175,7 +190,7 @@ def read_qwen3_fields(reader: ConfigReader) -> dict[str, Any]:
     reader.require("model_type", "qwen3", None)
     reader.require("hidden_act", "silu", None)
     reader.require("attention_bias", False, None)
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.integer("num_hidden_layers", at_most=_MOST_LAYERS)
     layer_types, window = _read_layer_types(reader, num_layers)
     hidden_size, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     return {

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint
 from drafter_trainer.formats.provenance import read_provenance
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -14,17 +15,29 @@ def is_published(directory: Path) -> bool:
 
 
 def require_directory(named: str | None) -> None:
-    """Refuse a missing `drafter.init_from` before minutes are spent on compiling.
+    """Refuse a `drafter.init_from` that holds no drafter before minutes are spent on compiling.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID.
     """
-    if named is not None and not Path(named).is_dir():
-        raise SlipstreamError(
-            f"drafter.init_from is {named}, which is no directory on this machine",
-            reason=Reason.CHECKPOINT_INVALID,
-            remedy="Give the trainer's path of a checkpoint, or of a drafter in one of the formats.",
-        )
+    if named is None:
+        return
+    directory = Path(named)
+    remedy = "Give the trainer's path of a run, a checkpoint, or a drafter in one of the formats."
+    if not directory.is_dir():
+        found = "no directory on this machine"
+    elif (directory / "checkpoints").is_dir():
+        if newest_checkpoint(directory / "checkpoints") is not None:
+            return
+        found, remedy = "a run that has no checkpoint yet", "Wait for its first one, or begin with another drafter."
+    elif any((directory / name).exists() for name in (MANIFEST, "config.json", "training_state.pt")):
+        # The last is SpecForge's: the reader knows what to do about it.
+        return
+    else:
+        found = f"a directory without a drafter: neither {MANIFEST} nor config.json is in it"
+    raise SlipstreamError(
+        f"drafter.init_from is {named}, which is {found}", reason=Reason.CHECKPOINT_INVALID, remedy=remedy
+    )
 
 
 def run_of_published(directory: Path, target_model: str | None) -> tuple[RunSpec, str | None]:

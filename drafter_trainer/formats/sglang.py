@@ -43,7 +43,7 @@ class SglangFormat(DrafterFormat):
         dflash.require("shift_label", None, False)
         dflash.require("pure_draft_prefix_len", None, 0)
         top.require("draft_vocab_size", None, values.get("vocab_size"))
-        block_size = (top if "block_size" in values else dflash).integer("block_size", at_least=2)
+        block_size = (top if "block_size" in values else dflash).block_size()
         return PublishedConfig(
             **read_qwen3_fields(top),
             target_layer_ids=dflash.integers("target_layer_ids"),

@@ -88,7 +88,7 @@ class VllmFormat(DrafterFormat):
         layers = top.integers("aux_hidden_state_layer_ids")
         if layers[0] == 0:
             raise config_invalid(f"{where}: aux_hidden_state_layer_ids is {list(layers)}, expected numbers from 1 on")
-        block_size = top.integer("block_size", at_least=2)
+        block_size = top.block_size()
         _check_slots(values, block_size, where)
         return PublishedConfig(
             **fields,

@@ -4,15 +4,13 @@ Deployment settings (ports, devices, threads, directories) are not here: they co
 never change what is learned.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     PositiveFloat,
     PositiveInt,
     StrictBool,
@@ -21,12 +19,15 @@ from pydantic import (
 
 from slipstream.run_spec.architectures import DFLASH, require_installed
 from slipstream.run_spec.names import NAME_PATTERN
+from slipstream.run_spec.objective import CROSS_ENTROPY, LK_HYBRID, Objective
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 TokenId = Annotated[int, Field(ge=0)]
 LayerId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+LONGEST_BLOCK = 64
+"""Tokens of a block, the last accepted one included."""
 MAX_EPOCHS = 10_000
 """Of one run. A pack far ahead is found by planning every epoch before it."""
 
@@ -93,7 +94,7 @@ class DrafterSpec(Section):
     """Settings of such an architecture, as its package describes them."""
     num_layers: PositiveInt = 5
     """Draft layers."""
-    block_size: Annotated[int, Field(ge=2, le=64)] = 16
+    block_size: Annotated[int, Field(ge=2, le=LONGEST_BLOCK)] = 16
     """Tokens per block (B): the last accepted token and B-1 drafted ones."""
     num_features: PositiveInt | None = None
     """How many target layers feed the drafter; default: num_layers."""
@@ -152,33 +153,6 @@ class DrafterSpec(Section):
         if queries is not None and keys is not None and queries % keys:
             raise ValueError(f"num_attention_heads is {queries}, not a multiple of num_key_value_heads = {keys}")
         return self
-
-
-ObjectiveName = Literal["cross_entropy", "kl", "reverse_kl", "js", "tv", "lk_hybrid"]
-CROSS_ENTROPY: ObjectiveName = "cross_entropy"
-LK_HYBRID: ObjectiveName = "lk_hybrid"
-
-
-def _read_objective(value: Any) -> Any:
-    """A name stands for itself with weight 1."""
-    weights = {value: 1.0} if isinstance(value, str) else value
-    if not isinstance(weights, dict) or not weights:
-        raise ValueError("expected the name of an objective, or a table of names and weights")
-    unknown = [name for name in weights if name not in get_args(ObjectiveName)]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no objective; expected one of {', '.join(get_args(ObjectiveName))}")
-    if len(weights) == 1 and 1.0 not in weights.values():
-        raise ValueError("a single objective has weight 1; change optimizer.learning_rate instead")
-    return weights
-
-
-def _write_objective(weights: dict[str, float]) -> str | dict[str, float]:
-    return next(iter(weights)) if len(weights) == 1 else weights
-
-
-Objective = Annotated[
-    dict[ObjectiveName, PositiveFloat], BeforeValidator(_read_objective), PlainSerializer(_write_objective)
-]
 
 
 class LossSpec(Section):

@@ -340,6 +340,17 @@ def test_copies_of_the_targets_tables(exports: dict[str, Path], source: Source, 
         read_first_weights(copy, source.config, target)
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [("checkpoints", "a run that has no checkpoint yet"), ("logs", "a directory without a drafter: neither manifest")],
+)
+def test_a_directory_without_a_drafter(made: str, words: str, source: Source, tmp_path: Path) -> None:
+    (tmp_path / "fresh" / made).mkdir(parents=True)
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        read_first_weights(tmp_path / "fresh", source.config, trained_target(source, "f" * 64))
+    assert caught.value.reason is Reason.CHECKPOINT_INVALID
+
+
 def test_a_directory_that_is_not_there(source: Source, tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="init_from is .*nowhere, which is no directory on this machine"):
         read_first_weights(tmp_path / "nowhere", source.config, trained_target(source, "f" * 64))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,11 @@ def _integers(tensors: Tensors) -> None:
     tensors["norm.weight"] = torch.ones(64, dtype=torch.int64)
 
 
+def _of_eight_bits(tensors: Tensors) -> None:
+    """torch cannot say of these whether they are finite."""
+    tensors["norm.weight"] = torch.ones(64).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("damage", "words"),
@@ -139,6 +145,7 @@ def _integers(tensors: Tensors) -> None:
         (_misshapen, r"fc.weight is \[64, 64\], expected \[64, 128\]"),
         (_not_a_number, "norm.weight holds 1 values that are not finite"),
         (_integers, "norm.weight is torch.int64, expected float32"),
+        (_of_eight_bits, "norm.weight is torch.float8_e4m3fn, expected float32"),
     ],
 )
 def test_other_tensors_are_named(name: str, damage: Callable[[Tensors], None], words: str, tmp_path: Path) -> None:
@@ -158,7 +165,11 @@ def test_other_tensors_are_named(name: str, damage: Callable[[Tensors], None], w
         ("vllm", {"draft_vocab_size": 100}, "draft_vocab_size is 100, expected 392"),
         ("vllm", {"aux_hidden_state_layer_ids": [0, 2]}, r"\[0, 2\], expected numbers from 1 on"),
         ("vllm", {"block_size": 5}, "speculative_tokens is 3, expected block_size - 1 = 4"),
-        ("vllm", {"block_size": "4"}, "block_size is '4', expected a whole number from 2 on"),
+        ("vllm", {"block_size": "4"}, "block_size is '4', expected a whole number from 2 to 64"),
+        ("sglang", {"block_size": 10**12}, "block_size is 1000000000000, expected a whole number from 2 to 64"),
+        ("sglang", {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected .* from 1 to 1024"),
+        ("sglang", {"vocab_size": 10**12}, "vocab_size is 1000000000000, expected a whole number from 1 on"),
+        ("sglang", {"rope_parameters": {"rope_theta": math.inf}}, "rope_theta is inf, expected a positive number"),
         ("vllm", {"transformer_layer_config": None}, "transformer_layer_config is None, expected a table"),
         ("sglang", {"architectures": ["Llama"]}, r"architectures is \['Llama'\], expected \['DFlashDraftModel'\]"),
         ("sglang", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
