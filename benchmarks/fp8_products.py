@@ -194,7 +194,7 @@ def head() -> Times:
 
     from drafter_trainer.fp8 import Fp8Head
     from drafter_trainer.objectives import SlotInput, slot_statistics
-    from slipstream.run_spec.spec import CROSS_ENTROPY
+    from slipstream.run_spec.objective import CROSS_ENTROPY
 
     weight = 0.02 * torch.randn(VOCABULARY, HIDDEN, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(HEAD_ROWS, HIDDEN, device="cuda", dtype=torch.bfloat16)

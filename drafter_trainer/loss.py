@@ -20,7 +20,8 @@ from drafter_trainer.objectives import SlotInput, SlotStatistics, slot_statistic
 from drafter_trainer.slot_weights import decay_weights, default_decay_gamma, dpace_weights
 from drafter_trainer.target_states import TargetStates
 from slipstream.plan.loss_chunks import default_rows, default_rows_on_cpu, fullest_length
-from slipstream.run_spec.spec import LossSpec, ObjectiveName
+from slipstream.run_spec.objective import ObjectiveName
+from slipstream.run_spec.spec import LossSpec
 
 _LK_ETA = 3.0
 """The setting that the LK losses' paper recommends (arXiv 2602.23881)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafter_trainer.frozen_head import FrozenHead, gradient_by_hidden, logits_of
-from slipstream.run_spec.spec import CROSS_ENTROPY, LK_HYBRID, ObjectiveName
+from slipstream.run_spec.objective import CROSS_ENTROPY, LK_HYBRID, ObjectiveName
 
 _LOG_2 = math.log(2.0)
 

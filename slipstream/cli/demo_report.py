@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.run_spec.spec import CROSS_ENTROPY, ObjectiveName
+from slipstream.run_spec.objective import CROSS_ENTROPY, ObjectiveName
 
 LOSS_STEPS = 5
 """The summary's first and last loss are means over so many steps: one pack's loss is noisy."""

@@ -21,7 +21,8 @@ from drafter_trainer.flex_policy import compiled_graphs
 from drafter_trainer.loss import LossConfig, LossSums, drafter_loss, loss_of_chunk, resolve_loss_config
 from drafter_trainer.slot_weights import decay_weights
 from drafter_trainer.target_states import TargetStates, target_states
-from slipstream.run_spec.spec import LossSpec, ObjectiveName
+from slipstream.run_spec.objective import ObjectiveName
+from slipstream.run_spec.spec import LossSpec
 
 CPU = torch.device("cpu")
 BLOCKS, BLOCK_SIZE, WIDTH, VOCAB, TOKENS = 9, 6, 16, 101, 40
