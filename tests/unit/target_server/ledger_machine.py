@@ -1,7 +1,6 @@
 """Everything that trainers, operators, the engine and time can do to a lease ledger, beside a simple model of it."""
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
-from target_server import scheduling
 from target_server.lease_book import DeliveryState
 from target_server.lease_ledger import STRIKES_TO_QUARANTINE, SeekTo
 from target_server.lineage import lineage_report
-from target_server.shelf import SlotState
 from target_server.subscription import Lease
 from tests.fakes.ledger_desk import STREAM, LedgerDesk
-from tests.unit.target_server.ledger_model import NUM_PACKS, REJECTED, RUNS, TIME_TO_LIVE, ModelRun
+from tests.unit.target_server import ledger_invariants
+from tests.unit.target_server.ledger_model import NUM_PACKS, RUNS, TIME_TO_LIVE, ModelRun
 
 runs = st.sampled_from(sorted(RUNS))
 
@@ -293,58 +291,24 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def leased_slots_keep_their_pack(self) -> None:
         for model in getattr(self, "runs", {}).values():
-            for number, lease in model.valid(self.desk.now).items():
-                assert self.desk.slot_contents[lease.slot.index] == number
-                assert lease.slot.state is SlotState.READY and lease.slot.sequence_number in (number, REJECTED)
+            ledger_invariants.leased_slots_keep_their_pack(self.desk, model)
 
     @invariant()
     def nothing_is_leaked(self) -> None:
-        """Every reader of a slot is a lease, every lease is a run's, and no slot is being written by nobody."""
-        if not hasattr(self, "desk"):
-            return
-        book = self.desk.book
-        of_runs = [lease for subscription in book.subscriptions.values() for lease in subscription.leased.values()]
-        assert sorted(lease.token for lease in of_runs) == sorted(book.leases)
-        readers = Counter(lease.slot.index for lease in of_runs)
-        assert all(slot.readers == readers[slot.index] for slot in self.desk.shelf.slots)
-        assert not self.desk.shelf.is_writing
+        if hasattr(self, "desk"):
+            ledger_invariants.nothing_is_leaked(self.desk)
 
     @invariant()
     def the_shelf_keeps_its_bound(self) -> None:
-        """In bytes: neither what is ready nor what is being written is ever more than the arena has room for."""
-        if not hasattr(self, "desk"):
-            return
-        occupied = [slot for slot in self.desk.shelf.slots if slot.state is not SlotState.EMPTY]
-        held = [slot.sequence_number for slot in occupied if slot.sequence_number != REJECTED]
-        assert len(held) == len(set(held)) and len(occupied) <= self.num_slots
-        counters = self.desk.control.counters(STREAM)
-        assert counters.shelf_size_bytes <= counters.shelf_capacity_bytes == self.num_slots * self.desk.shelf.slot_bytes
+        if hasattr(self, "desk"):
+            ledger_invariants.the_shelf_keeps_its_bound(self.desk)
 
     @precondition(known)
     @rule()
     def idle_engine(self) -> None:
-        """The engine has nothing left to do: whoever still wants a pack has its guaranteed slots, or readers do."""
+        """The engine has nothing left to do."""
         self.desk.work()
-        shelf = self.desk.shelf
-        convoys = scheduling.convoys(self.desk.book.active(STREAM), self.num_slots)
-        share = scheduling.guaranteed_slots(self.num_slots, len(convoys))
-        for convoy in convoys if len(convoys) <= self.num_slots else ():
-            served = [member for member in convoy if scheduling.may_be_served(member)]
-            wanted = {number for member in served for number in member.wanted(self.num_slots)}
-            if all(shelf.holds(number) for number in wanted):
-                continue
-            near = [
-                slot
-                for slot in shelf.slots
-                if slot.state is not SlotState.EMPTY
-                and any(
-                    member.low <= slot.sequence_number < member.low + self.num_slots
-                    and member.needs(slot.sequence_number)
-                    for member in convoy
-                )
-            ]
-            read = sum(slot.readers > 0 for slot in shelf.slots)
-            assert len(near) + read >= share, f"{convoy[0].record.name} has {len(near)} of its {share} slots"
+        ledger_invariants.who_waits_has_its_slots(self.desk)
 
     def teardown(self) -> None:
         """Whatever happened: every run can be finished, and the ledger proves that every pack counted once."""
