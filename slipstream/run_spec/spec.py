@@ -28,8 +28,6 @@ LayerId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 LONGEST_BLOCK = 64
 """Tokens of a block, the last accepted one included."""
-LONGEST_BLOCK = 64
-"""Tokens of a block, the last accepted one included."""
 MAX_EPOCHS = 10_000
 """Of one run. A pack far ahead is found by planning every epoch before it."""
 
