@@ -11,6 +11,7 @@ from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.checkpoint import Checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, Cursor, HeldoutEstimate, LoopState
 from drafter_trainer.checkpoint_writer import CheckpointWriter
+from drafter_trainer.cost_report import CostReport, costs_json, log_costs
 from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
@@ -47,6 +48,7 @@ class RunParts:
     metrics: MetricsFile
     progress: Progress
     reporter: StepReporter
+    costs: CostReport
     writer: CheckpointWriter
     heldout: HeldoutEvaluation | None = None
     """None where the recipe names no held-out answers."""
@@ -103,6 +105,20 @@ class TrainingLoop:
             self._note_saved()
         self._save()
         self._note_saved(wait=True)
+        self._report_costs()
+
+    def _report_costs(self) -> None:
+        """What was predicted of the run, beside what was measured. All that counts is saved: no run fails for it."""
+        pack_bytes, checkpoint = self._parts.source.pack_bytes, self.standing.last_checkpoint
+        costs = self._parts.costs.compared(pack_bytes=pack_bytes, checkpoint=checkpoint)
+        if not costs:
+            return
+        log_costs(costs)
+        try:
+            with self._parts.link.incarnation_held() as incarnation:
+                self._parts.directory.write_report("costs.json", costs_json(costs), incarnation)
+        except SlipstreamError as refused:
+            log_event(_log, "info", "costs_not_kept", detail=refused.message)
 
     def _is_saved_after(self, step: int) -> bool:
         """Whether a checkpoint is due, however the run goes on."""
@@ -161,6 +177,7 @@ class TrainingLoop:
             if measured is not None:
                 record = dataclasses.replace(record, **measured.record_fields())
             self._parts.metrics.append(record)
+        self._parts.costs.count(record)
         self._parts.progress.show(record)
         self._stop_if_not_finite()
 

@@ -1,11 +1,13 @@
 """Memory of the device, measured by phase during the warm-up and laid beside what the plan predicts.
 
 The numbers are the allocator's own, kept on the host: reading them waits for nothing, and outside the warm-up nothing
-is read. What the plan does not explain is a defect of the plan or of the step, and is said.
+is read. What the plan does not explain is a defect of the plan or of the step, and is said. On a CPU there are no
+phases: the peak is the process's, and a run that cannot fit is refused, for the system would end it without a word.
 """
 
 import json
 import logging
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.machine_probe import memory_bytes
+from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
 from slipstream.plan.memory import OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
 from slipstream.plan.search import nearest_fit
 from slipstream.plan.sizes import RunSizes, TargetSizes
@@ -96,14 +100,34 @@ class MemoryReport:
 
     def __init__(self, spec: RunSpec, target: TargetConfig, device: torch.device) -> None:
         self._device = device
-        is_planned = spec.drafter.architecture == DFLASH
-        self._sizes = sizes_of(spec, target) if is_planned else None
+        self.card = _card_of(device)
+        self.sizes = sizes_of(spec, target) if spec.drafter.architecture == DFLASH else None
+        """None where the plan does not know the architecture."""
         self._measured: dict[str, int] = {}
         self._reserved = 0
-        on_gpu = device.type == "cuda"
-        self._total = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
-        self._plan = plan_memory(self._sizes, self._total) if self._sizes else None
-        self._expected = expected_in_warm_up(self._sizes, self._plan) if self._sizes and self._plan else {}
+        self._plan = plan_memory(self.sizes, self.card.memory_bytes) if self.sizes else None
+        self._expected = expected_in_warm_up(self.sizes, self._plan) if self.sizes and self._plan else {}
+
+    def require_room(self) -> None:
+        """Refuse what this machine's memory cannot hold, where a CPU trains. A GPU says so itself, and does no harm.
+
+        Raises:
+            SlipstreamError: OUT_OF_MEMORY, with the nearest settings that fit.
+        """
+        if self._device.type == "cuda" or self._plan is None:
+            return
+        available = memory_bytes()[1]
+        if self._plan.peak_bytes <= self.card.memory_bytes:
+            if self._plan.peak_bytes > available:
+                short = {"predicted_mib": _mib(self._plan.peak_bytes), "available_mib": _mib(available)}
+                log_event(_log, "warning", "memory_short", **short, then="the system may end this process")
+            return
+        raise SlipstreamError(
+            f"The run needs {_mib(self._plan.peak_bytes)} MiB in the {self._plan.worst_phase}, this machine has "
+            f"{_mib(self.card.memory_bytes)}.",
+            reason=Reason.OUT_OF_MEMORY,
+            remedy=f"{self.way_out(self.card.memory_bytes, self.card.memory_bytes)} `slipstream plan` shows all of it.",
+        )
 
     def note(self, phase: str) -> None:
         """Something that stays was made: `phase` says what."""
@@ -115,6 +139,15 @@ class MemoryReport:
         meter.close()
         self._measured |= meter.peaks()
         self._reserved = meter.largest_reserved
+
+    def peak(self) -> PhaseMemory | None:
+        """Of the whole process until now: on a GPU what its allocator had, on a CPU what was resident."""
+        if self._plan is None:
+            return None
+        if self._device.type == "cuda":
+            reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+            return PhaseMemory("peak", self._plan.peak_bytes - OUTSIDE_ALLOCATOR, reserved)
+        return PhaseMemory("peak", self._plan.peak_bytes, _peak_resident_bytes())
 
     def phases(self) -> list[PhaseMemory]:
         """In the order in which they come; those that were measured."""
@@ -150,8 +183,8 @@ class MemoryReport:
         """For the run directory."""
         return json.dumps(
             {
-                "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
-                "device_bytes": self._total,
+                "device": self.card.name,
+                "device_bytes": self.card.memory_bytes,
                 "phases": [
                     {
                         "phase": phase.phase,
@@ -174,14 +207,19 @@ class MemoryReport:
         try:
             yield
         except SlipstreamError as error:
-            if error.reason is not Reason.OUT_OF_MEMORY or self._device.type != "cuda" or self._plan is None:
+            if error.reason is not Reason.OUT_OF_MEMORY or self._plan is None:
                 raise
-            free, total = torch.cuda.mem_get_info(self._device)
-            reserved = torch.cuda.memory_reserved(self._device)
+            if self._device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(self._device)
+                reserved = torch.cuda.memory_reserved(self._device)
+                words, limit = self.shortage_in_words(free, reserved), free + reserved + OUTSIDE_ALLOCATOR
+            else:
+                total, free = memory_bytes()
+                words, limit = self.shortage_of_host_in_words(free, _peak_resident_bytes()), total
             raise SlipstreamError(
-                f"{error.message} {self.shortage_in_words(free, reserved)}",
+                f"{error.message} {words}",
                 reason=Reason.OUT_OF_MEMORY,
-                remedy=f"{self.way_out(free + reserved + OUTSIDE_ALLOCATOR, total)} {error.remedy}",
+                remedy=f"{self.way_out(limit, total)} {error.remedy}",
             ) from error
 
     def shortage_in_words(self, free: int, reserved: int) -> str:
@@ -189,22 +227,41 @@ class MemoryReport:
         assert self._plan is not None
         worst = self._plan.worst_phase
         measured = ", ".join(f"{phase.phase} {_mib(phase.measured)} MiB" for phase in self.phases()) or "nothing yet"
-        others = max(0, self._total - free - reserved - OUTSIDE_ALLOCATOR)
+        others = max(0, self.card.memory_bytes - free - reserved - OUTSIDE_ALLOCATOR)
         return (
             f"Predicted: at most {_mib(self._plan.peak_bytes)} MiB, in the {worst}. Measured: {measured}; now "
             f"{_mib(reserved)} MiB reserved, {_mib(free)} free, about {_mib(others)} of other programs."
         )
 
+    def shortage_of_host_in_words(self, available: int, peak: int) -> str:
+        """`available`: of the machine's memory; `peak`: that this process has had."""
+        assert self._plan is not None
+        return (
+            f"Predicted: at most {_mib(self._plan.peak_bytes)} MiB, in the {self._plan.worst_phase}. Measured: this "
+            f"process had {_mib(peak)} MiB at most, of {_mib(self.card.memory_bytes)}; now {_mib(available)} are free."
+        )
+
     def way_out(self, limit: int, total: int) -> str:
         """The nearest settings that fit into `limit` bytes of a device of `total`."""
-        assert self._plan is not None and self._sizes is not None
+        assert self._plan is not None and self.sizes is not None
         # What was predicted to fit and did not must become smaller all the same.
         limit = min(limit, round((1 - UNEXPLAINED_SHARE) * self._plan.peak_bytes))
-        fit = nearest_fit(self._sizes, limit, total)
+        fit = nearest_fit(self.sizes, limit, total)
         if fit is None:
             return f"No setting that slipstream plan tries fits into {_mib(limit)} MiB."
         changes = " ".join(f"--set {setting}" for setting in fit.settings)
-        return f"Nearest settings that fit into {_mib(limit)} MiB: {changes}"
+        return f"Nearest settings that fit into {_mib(limit)} MiB: {changes}."
+
+
+def _card_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return this_cpu()
+    properties = torch.cuda.get_device_properties(device)
+    return this_gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _predictions(plan: MemoryPlan | None) -> dict[str, Any]:

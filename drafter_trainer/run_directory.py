@@ -1,6 +1,6 @@
 """The directory of one run: who owns it, and where everything in it lies.
 
-    runs/<name>/{metrics.jsonl, spec.json, memory.json, owner.json, owner.lock,
+    runs/<name>/{metrics.jsonl, spec.json, memory.json, costs.json, owner.json, owner.lock,
                  checkpoints/{step-00000042/…, latest, best}}
 
 An agent adds definition.json, with which it starts the trainer, logs/attempt-0001.log, and run-uid: whose it all is.
@@ -118,10 +118,10 @@ class RunDirectory:
         with self.owned(incarnation), disk_errors_in_words(self.root):
             disk.write_atomically(self.root / "spec.json", spec_json + "\n")
 
-    def write_memory(self, report_json: str, incarnation: int) -> None:
-        """Keep what the device's memory was predicted and measured to hold, phase by phase."""
+    def write_report(self, name: str, report_json: str, incarnation: int) -> None:
+        """Keep what was predicted and measured: memory.json, phase by phase; costs.json at the end of a process."""
         with self.owned(incarnation), disk_errors_in_words(self.root):
-            disk.write_atomically(self.root / "memory.json", report_json + "\n")
+            disk.write_atomically(self.root / name, report_json + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from drafter_trainer.build_step import build_step, compiled_for, prepare_device,
 from drafter_trainer.checkpoint import go_on_from
 from drafter_trainer.checkpoint_writer import CheckpointWriter
 from drafter_trainer.compile_cache import compiling_turn
+from drafter_trainer.cost_report import CostReport
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig
@@ -133,6 +134,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         target = link.handshake(saved.target_fingerprint if saved else None)
         target_config = TargetConfig.from_json(target.target_config_json)
         memory = MemoryReport(spec, target_config, device)
+        memory.require_room()
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
         heldout = prepare_heldout(spec, config, client, link)
@@ -145,7 +147,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
             source_of_weights = load_weights(step, run, spec, link.fingerprint)
         standing = join(link, run, spec, config, source_of_weights)
         with link.incarnation_held() as incarnation:
-            run.write_memory(memory.to_json(), incarnation)
+            run.write_report("memory.json", memory.to_json(), incarnation)
         total_steps = standing.total_steps
         options.agent.joined(standing.next_step, total_steps)
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
@@ -157,16 +159,14 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         leaving.callback(writer.close)
         with failures_reported(Phase.SAVE):
             writer.prepare({"drafter": step.optimizer.deployed_weights(), "optimizer": step.optimizer.state_tensors()})
-        reporter = StepReporter(
-            total_steps=total_steps,
-            tokens_per_step=spec.train.packs_per_step * spec.data.pack_tokens,
-            block_size=config.block_size,
-        )
+        step_tokens = spec.train.packs_per_step * spec.data.pack_tokens
+        reporter = StepReporter(total_steps=total_steps, tokens_per_step=step_tokens, block_size=config.block_size)
         progress = Progress(total_steps, log_every=options.log_every)
         leaving.callback(progress.end)
         leaving.callback(source.close)
         source.start(standing.next_step)
-        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, writer, heldout)
+        costs = CostReport(spec, memory)
+        parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, costs, writer, heldout)
         yield TrainingLoop(parts, standing)
 
 

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from slipstream.counted import counted
 from slipstream.gpu_limits import FIRST_WITH_FP8, LEAST_CAPABILITY, Capability, gpu_limits
+from slipstream.machine_probe import memory_bytes, usable_cores
 from slipstream.plan.memory import GIB
 from slipstream.plan.sizes import RunSizes
 
@@ -46,6 +48,17 @@ _FP8_GAIN = 1.33
 
 TFLOPS_OF_A_CORE = 0.05
 """Nominal work of the demo's step, 0.24 s on two idle cores (AVX2, float32)."""
+
+
+def this_gpu(name: str, size: int, capability: Capability) -> Gpu:
+    """A card that is there, by what torch says of it; as fast as the known one of that name, or as an H200."""
+    return Gpu(name, size, (gpu_named(name) or H200).peak_tflops, capability)
+
+
+def this_cpu(size: int | None = None) -> Gpu:
+    """This machine's processor, with its memory or so much."""
+    cores = usable_cores()
+    return Gpu(f"a CPU with {counted(cores, 'core')}", size or memory_bytes()[0], cores * TFLOPS_OF_A_CORE)
 
 
 def gpu_named(name: str) -> Gpu | None:

@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.epoch_length import EpochLength
     from slipstream.mask_token import require_mask
     from slipstream.packaged_model import packaged_copy
+    from slipstream.plan.gpus import this_cpu
     from slipstream.plan.report import as_json, fits, plan_run
     from slipstream.plan.target_sizes import target_sizes
     from slipstream.run_spec.load import load_recipe
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     require_mask(spec)
     target = target_sizes(spec.target, args.target_config or packaged_copy(spec.target))
     on_cpu = spec.train.attention == "sdpa"
-    card, is_limit = cpu_of(args.memory) if on_cpu else card_of(args.memory)
+    card, is_limit = (this_cpu(args.memory), True) if on_cpu else card_of(args.memory)
     length = _length_of(loaded, args.epoch_packs)
     data_packs = length.packs if isinstance(length, EpochLength) else None
     plan = plan_run(spec, target, card, args.tflops, data_packs)
@@ -121,7 +122,7 @@ def _length_of(loaded: "LoadedSpec", epoch_packs: int | None) -> "EpochLength | 
 def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     """The card to plan for; False: none was given and this machine has none, so that nothing is refused."""
     from slipstream.machine_probe import driver_version, probe_torch
-    from slipstream.plan.gpus import GPUS, H200, Gpu, gpu_named
+    from slipstream.plan.gpus import GPUS, H200, Gpu, this_gpu
 
     if memory_bytes is not None:
         # As fast as the smallest known card that has so much.
@@ -130,19 +131,7 @@ def card_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
     gpus = probe_torch().gpus if driver_version() is not None else ()
     if not gpus:
         return H200, False
-    known = gpu_named(gpus[0].name)
-    return Gpu(gpus[0].name, gpus[0].memory_bytes, (known or H200).peak_tflops, gpus[0].compute_capability), True
-
-
-def cpu_of(memory_bytes: int | None) -> "tuple[Gpu, bool]":
-    """This machine's processor and memory, for a recipe that trains on a CPU."""
-    from slipstream import machine_probe
-    from slipstream.counted import counted
-    from slipstream.plan.gpus import TFLOPS_OF_A_CORE, Gpu
-
-    cores = machine_probe.usable_cores()
-    size = machine_probe.memory_bytes()[0] if memory_bytes is None else memory_bytes
-    return Gpu(f"a CPU with {counted(cores, 'core')}", size, cores * TFLOPS_OF_A_CORE), True
+    return this_gpu(gpus[0].name, gpus[0].memory_bytes, gpus[0].compute_capability), True
 
 
 def _size(gpu: "Gpu") -> int:

@@ -91,7 +91,7 @@ def loop_with(monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> 
     unused: Any = None
     reporter: Any = SimpleNamespace(begin=lambda: None)
     feeder: Any = source
-    parts = RunParts(spec, unused, step, feeder, unused, unused, unused, unused, reporter, unused)
+    parts = RunParts(spec, unused, step, feeder, unused, unused, unused, unused, reporter, unused, unused)
     return TrainingLoop(parts, Standing(0, total_steps=10))
 
 

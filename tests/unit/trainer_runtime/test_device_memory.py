@@ -6,9 +6,12 @@ import logging
 import pytest
 import torch
 
+from drafter_trainer import memory as memory_module
 from drafter_trainer.memory import MemoryMeter, MemoryReport, sizes_of
 from slipstream.errors import SlipstreamError
+from slipstream.plan import gpus
 from slipstream.plan.memory import GIB, expected_in_warm_up, plan_memory
+from slipstream.run_spec.load import parse_spec
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.wire.target_config import TargetConfig
@@ -42,6 +45,16 @@ SPEC = RunSpec.model_validate(
     }
 )
 
+SPEC_ON_CPU = RunSpec.model_validate(
+    {
+        "name": "on-a-cpu",
+        "target": {"model": "Qwen/Qwen3-8B"},
+        "data": {"files": ["a.jsonl"], "pack_tokens": 4096},
+        "train": {"device": "cpu", "attention": "sdpa", "max_steps": 10},
+    }
+)
+CPU = torch.device("cpu")
+
 
 class FakeMeter(MemoryMeter):
     """The numbers that a GPU would have given."""
@@ -55,7 +68,7 @@ class FakeMeter(MemoryMeter):
 def measured(factor: float) -> tuple[MemoryReport, dict[str, int]]:
     sizes = sizes_of(SPEC, QWEN3_8B)
     report = MemoryReport(SPEC, QWEN3_8B, torch.device("cpu"))
-    expected = expected_in_warm_up(sizes, plan_memory(sizes, 0))
+    expected = expected_in_warm_up(sizes, plan_memory(sizes, report.card.memory_bytes))
     report.take(FakeMeter({phase: round(size * factor) for phase, size in expected.items()}))
     return report, expected
 
@@ -92,8 +105,43 @@ def test_a_run_on_a_cpu_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         report.log()
     assert not caplog.records and json.loads(report.to_json())["phases"] == []
-    with pytest.raises(SlipstreamError, match="^full$"), report.shortage_explained():
-        raise SlipstreamError("full", reason=Reason.OUT_OF_MEMORY)
+
+
+def with_host_memory(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
+    for module in (gpus, memory_module):
+        monkeypatch.setattr(module, "memory_bytes", lambda: (total, available))
+
+
+def test_a_full_cpu_is_told_what_was_predicted_measured_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_host_memory(monkeypatch, 24 * GIB, 1 * GIB)
+    report = MemoryReport(SPEC_ON_CPU, QWEN3_8B, CPU)
+    with pytest.raises(SlipstreamError) as refused, report.shortage_explained():
+        raise SlipstreamError("Full.", reason=Reason.OUT_OF_MEMORY, remedy="Stop other programs.")
+    assert refused.value.message.startswith("Full. Predicted: at most ") and "Measured: this process had " in (
+        refused.value.message
+    )
+    assert "MiB at most, of 24576; now 1024 are free." in refused.value.message
+    assert refused.value.remedy.startswith("Nearest settings that fit into ")
+    assert "--set " in refused.value.remedy and refused.value.remedy.endswith(". Stop other programs.")
+    with pytest.raises(SlipstreamError, match="^other$"), report.shortage_explained():
+        raise SlipstreamError("other", reason=Reason.DISK_FULL)
+
+
+def test_a_cpu_run_that_cannot_fit_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system would end it by a signal, or another process, and nobody would say why."""
+    with_host_memory(monkeypatch, 16 * GIB, 16 * GIB)
+    with pytest.raises(SlipstreamError, match="this machine has 16384") as refused:
+        MemoryReport(SPEC_ON_CPU, QWEN3_8B, CPU).require_room()
+    assert refused.value.reason is Reason.OUT_OF_MEMORY and refused.value.exit_code == 6
+    settings = refused.value.remedy.partition("MiB: ")[2].partition(". ")[0].replace("--set ", "").split()
+    changed = parse_spec(SPEC_ON_CPU.model_dump(mode="json"), settings)
+    MemoryReport(changed, QWEN3_8B, CPU).require_room()
+    assert not caplog.records
+    with_host_memory(monkeypatch, 640 * GIB, 1 * GIB)
+    MemoryReport(SPEC_ON_CPU, QWEN3_8B, CPU).require_room()
+    assert [record.message for record in caplog.records] == ["memory_short"]
 
 
 def test_a_full_device_is_told_what_fits() -> None:
