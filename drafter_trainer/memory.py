@@ -18,7 +18,7 @@ import torch
 from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import memory_bytes
 from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
-from slipstream.plan.memory import OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
+from slipstream.plan.memory import MEASUREMENT, OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
 from slipstream.plan.search import nearest_fit
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.architectures import DFLASH
@@ -82,6 +82,8 @@ class PhaseMemory:
     phase: str
     predicted: int
     measured: int
+    is_bound: bool = False
+    """What is predicted is the most: less is no defect."""
 
     @property
     def difference(self) -> float:
@@ -91,8 +93,10 @@ class PhaseMemory:
     @property
     def is_explained(self) -> bool:
         """Whether the plan comes near enough."""
-        off = abs(self.measured - self.predicted)
-        return off <= max(UNEXPLAINED_SHARE * self.predicted, _UNEXPLAINED_BYTES)
+        off = self.measured - self.predicted
+        if self.is_bound and off < 0:
+            return True
+        return abs(off) <= max(UNEXPLAINED_SHARE * self.predicted, _UNEXPLAINED_BYTES)
 
 
 class MemoryReport:
@@ -152,7 +156,7 @@ class MemoryReport:
     def phases(self) -> list[PhaseMemory]:
         """In the order in which they come; those that were measured."""
         return [
-            PhaseMemory(phase, predicted, self._measured[phase])
+            PhaseMemory(phase, predicted, self._measured[phase], is_bound=phase == MEASUREMENT)
             for phase, predicted in self._expected.items()
             if phase in self._measured
         ]

@@ -26,6 +26,7 @@ from drafter_trainer.step import TrainingStep
 from drafter_trainer.training_packs import PackPlan, StepBatch, TrainingPack
 from slipstream.compiled_code import compiled_graphs
 from slipstream.errors import SlipstreamError
+from slipstream.plan.memory import MEASUREMENT
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 
@@ -162,7 +163,9 @@ def match_blocks(step: TrainingStep, batches: Iterator[tuple[str, StepBatch]]) -
         return
     for name, batch in batches:
         pack = batch.packs[0]
+        step.memory.begin()
         matched = step.matched(pack)
+        step.memory.ended(MEASUREMENT, len(pack.tensors["input_ids"]))
         wrong = (matched < 0) | (matched >= step.drafter.config.block_size) | ((matched > 0) & ~pack.anchors.valid)
         if bool(wrong.any()):
             raise SlipstreamError(

@@ -36,6 +36,8 @@ allocator loses: assumed."""
 EAGER_ACTIVATIONS = 1.3
 """Of the activations, once more on a CPU, where layers are not compiled and keep more: from four sizes, measured."""
 
+MEASUREMENT = "measurement"
+"""The phase between two steps in which held-out acceptance is measured."""
 _FLOAT = 4
 _PACKS_IN_USE = 1
 _PACKS_LET_GO = 1
@@ -97,11 +99,11 @@ def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
         "optimizer": {"gradients as computed": 0 if sizes.sums_gradients else computed, "update": update_bytes(sizes)},
     }
     if sizes.measures:
-        phases["measurement"] = measuring_parts(sizes, device_bytes)
+        phases[MEASUREMENT] = measuring_parts(sizes, device_bytes)
         if sizes.cuda_graphs:
             # A recorded step keeps what it computes in; measuring is not recorded, and has memory of its own.
-            recorded = max(sum(parts.values()) for phase, parts in phases.items() if phase != "measurement")
-            phases["measurement"]["recorded step"] = recorded
+            recorded = max(sum(parts.values()) for phase, parts in phases.items() if phase != MEASUREMENT)
+            phases[MEASUREMENT]["recorded step"] = recorded
     held = held_parts(sizes)
     worst = sum(held.values()) + max(sum(parts.values()) for parts in phases.values())
     outside = {"CUDA context": OUTSIDE_ALLOCATOR, "allocator slack": slack_bytes(worst)}
@@ -120,7 +122,6 @@ def held_parts(sizes: RunSizes) -> dict[str, int]:
     parameters, table = sizes.parameters, sizes.vocab_size * sizes.hidden_size
     matrices, vectors = sizes.matrix_parameters, sizes.vector_parameters
     packs = max(sizes.prefetch_packs, sizes.packs_per_step) + sizes.packs_per_step * _PACKS_IN_USE + _PACKS_LET_GO
-    graph_inputs = sizes.pack_bytes * min(2, sizes.packs_per_step) if sizes.cuda_graphs else 0
     return {
         "embedding": table * sizes.compute_bytes,
         "head": (0 if sizes.tie_word_embeddings else table * sizes.compute_bytes) + (2 * table if sizes.fp8 else 0),
@@ -129,11 +130,16 @@ def held_parts(sizes: RunSizes) -> dict[str, int]:
         "gradients": parameters * _FLOAT if sizes.sums_gradients else 0,
         "optimizer": _FLOAT * (matrices * (1 if sizes.optimizer == "muon" else 2) + 2 * vectors),
         "moving average": parameters * _FLOAT if sizes.moving_average else 0,
-        "packs": packs * sizes.pack_bytes + graph_inputs,
+        "packs": packs * sizes.pack_bytes + recorded_inputs(sizes),
         # Written from a copy, which lies in the host's memory wherever the state is.
         "checkpoint's copy": checkpoint_bytes(sizes) if sizes.on_cpu else 0,
         "workspace": 0 if sizes.on_cpu else COMPILE_WORKSPACE,
     }
+
+
+def recorded_inputs(sizes: RunSizes) -> int:
+    """Of the packs that CUDA graphs read: one for a step's first pack, one for the later ones."""
+    return sizes.pack_bytes * min(2, sizes.packs_per_step) if sizes.cuda_graphs else 0
 
 
 def weight_bytes(sizes: RunSizes) -> int:
@@ -242,12 +248,23 @@ def update_bytes(sizes: RunSizes) -> int:
 
 
 def expected_in_warm_up(sizes: RunSizes, plan: MemoryPlan) -> dict[str, int]:
-    """What the allocator holds at the worst moment of each phase of the warm-up, where one pack is on the device."""
+    """What the allocator holds at the worst moment of each phase of the warm-up, where one pack is on the device.
+
+    That pack is the one that is measured there. What a recorded step computes in is reserved then, and nobody's.
+    """
     frozen = plan.held["embedding"] + plan.held["head"]
     resident = plan.held_bytes - plan.held["packs"] - plan.held["workspace"]
     more = sizes.pack_bytes + plan.held["workspace"]
+    elsewhere = {"held-out pack", "recorded step"}
+    allocated = {
+        phase: sum(size for part, size in parts.items() if part not in elsewhere)
+        for phase, parts in plan.phases.items()
+    }
+    if MEASUREMENT in allocated:
+        # The step is recorded by then; what it is measured in itself comes before.
+        allocated[MEASUREMENT] += recorded_inputs(sizes)
     return {
         "frozen weights": frozen,
         "drafter and optimizer": resident,
-        **{phase: resident + more + sum(parts.values()) for phase, parts in plan.phases.items()},
+        **{phase: resident + more + size for phase, size in allocated.items()},
     }

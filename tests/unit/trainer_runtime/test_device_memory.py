@@ -10,10 +10,10 @@ from drafter_trainer import memory as memory_module
 from drafter_trainer.memory import MemoryMeter, MemoryReport, sizes_of
 from slipstream.errors import SlipstreamError
 from slipstream.plan import gpus
-from slipstream.plan.memory import GIB, expected_in_warm_up, plan_memory
+from slipstream.plan.memory import GIB, MEASUREMENT, expected_in_warm_up, plan_memory
 from slipstream.run_spec.load import parse_spec
 from slipstream.run_spec.reasons import Reason
-from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.spec import EvalSpec, RunSpec
 from slipstream.wire.target_config import TargetConfig
 
 QWEN3_8B = TargetConfig(
@@ -83,6 +83,20 @@ def test_what_the_plan_explains_is_one_line(caplog: pytest.LogCaptureFixture) ->
     assert {phase["explained"] for phase in written["phases"]} == {True}
     assert written["phases"][0]["difference"] == pytest.approx(0.08, abs=1e-3)
     assert sum(written["predicted_parts"]["held"].values()) < written["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize(("factor", "explained"), [(0.3, True), (1.05, True), (1.2, False)])
+def test_a_measurement_may_take_less_than_its_bound(factor: float, explained: bool) -> None:
+    spec = SPEC.model_copy(update={"eval": EvalSpec(heldout="answers.jsonl")})
+    report = MemoryReport(spec, QWEN3_8B, CPU)
+    sizes = sizes_of(spec, QWEN3_8B)
+    plan = plan_memory(sizes, report.card.memory_bytes)
+    bound = expected_in_warm_up(sizes, plan)[MEASUREMENT]
+    # Of the packs, the one at hand alone is there.
+    assert plan.phase_bytes(MEASUREMENT) - bound == plan.held["packs"] - sizes.pack_bytes + sizes.measured_pack_bytes
+    report.take(FakeMeter({MEASUREMENT: round(bound * factor)}))
+    (phase,) = report.phases()
+    assert phase.phase == MEASUREMENT and phase.is_explained == explained
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.2])
