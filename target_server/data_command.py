@@ -200,8 +200,9 @@ def _index(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
 
 
 def _answer_heldout(args: argparse.Namespace, wanted: Wanted) -> BaseModel:
+    from target_server.answers_file import default_batch, require_writable
     from target_server.heldout_answers import answer_heldout, prompts_of
-    from target_server.regeneration import Sampling, default_batch, require_writable
+    from target_server.regeneration import Sampling
 
     evaluation = wanted.evaluation
     if evaluation is None:
@@ -262,8 +263,9 @@ def _load_answering(args: argparse.Namespace, target: TargetSpec, device: str) -
 
 
 def _regenerate(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:
+    from target_server.answers_file import default_batch, require_writable
     from target_server.dataset import hash_content
-    from target_server.regeneration import Regenerator, Sampling, default_batch, regenerate, require_writable
+    from target_server.regeneration import Regenerator, Sampling, regenerate
 
     if args.to is None:
         raise SlipstreamError(

@@ -61,7 +61,8 @@ def answer_heldout(
     read = hashlib.sha256(json.dumps([[one.source, one.token_ids] for one in asked]).encode()).hexdigest()
     report = ReportBuilder()
     report.read = len(asked)
-    answer_prompts(regenerator, iter(asked), output, {**asdict(sampling), **settings, "prompts": read}, report)
+    settings = {**asdict(sampling), **settings, "prompts": read}
+    answer_prompts(regenerator, iter(asked), output, settings, report, len(asked))
     return report.build("train")
 
 

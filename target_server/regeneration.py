@@ -7,17 +7,15 @@ random state of its own and appended as a whole, so that a run which was killed 
 import hashlib
 import json
 import logging
-import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
@@ -25,18 +23,17 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.target_loading import LoadedTarget, never_choose_padding
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.data_report import DataReport, Finding, ReportBuilder
+from target_server.answering_progress import AnsweringProgress, EveryToken
+from target_server.answers_file import BATCH_ON_CPU, append_rows, check_settings, keep_rows, whole_rows
 from target_server.chat_template import ChatTemplate
 from target_server.conversations import Prompt, RecordFormat, parse_prompt
 from target_server.data_files import unreadable
 from target_server.messages import BadRecordError
-from target_server.record_files import Position, SourceFile, read_records
+from target_server.record_files import Position, Record, SourceFile, read_records
 
 CHUNK_BATCHES = 8
 """Batches in a chunk; its prompts are sorted by length, so that little is padding. At most a chunk is answered again by
 a call that goes on."""
-BATCH_ON_CPU = 16
-BATCH_ON_GPU = 256
-"""Prompts at once: a GPU decodes many about as fast as one."""
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +76,7 @@ class Regenerator:
         Raises SlipstreamError (MODEL_INVALID) where there is none by default, so that no answer would end.
         """
         never_choose_padding(target)
+        self.progress = AnsweringProgress()
         self._model, self._tokenizer = target.model, target.tokenizer
         self.sampling = sampling
         self._ends = sorted(self._end_tokens() if ends is None else ends)
@@ -121,12 +119,15 @@ class Regenerator:
         answers: dict[int, _Answer] = {}
         for begin in range(0, len(order), self.sampling.batch):
             batch = order[begin : begin + self.sampling.batch]
-            answers |= zip(batch, self._generate([chunk[index].token_ids for index in batch]), strict=True)
+            generated = self._generate([chunk[index].token_ids for index in batch])
+            answers |= zip(batch, generated, strict=True)
+            self.progress.batch_done(len(batch), _tokens(generated))
         return [answers[index] for index in range(len(chunk))]
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[list[int]]) -> list[_Answer]:
         longest = max(map(len, prompts))
+        told = EveryToken(self.progress, lambda rows: _tokens(map(self._cut, rows[:, longest:].tolist())))
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):  # padded on the left
@@ -137,6 +138,7 @@ class Regenerator:
                 input_ids=ids.to(self._model.device),
                 attention_mask=mask.to(self._model.device),
                 generation_config=self._generation_config(),
+                stopping_criteria=StoppingCriteriaList([told]),
             )
         except torch.OutOfMemoryError as error:
             raise SlipstreamError(
@@ -174,15 +176,6 @@ class Regenerator:
         return text
 
 
-def default_batch(output: Path, device: str) -> int:
-    """Prompts at once where nobody says: as many as the file was begun with, which decide its answers; else by the
-    device (`cpu`, `cuda`, `cuda:N`)."""
-    begun = _settings_of(output).get("batch") if _is_begun(output) else None
-    if isinstance(begun, int) and begun > 0:
-        return begun
-    return BATCH_ON_GPU if device.startswith("cuda") else BATCH_ON_CPU
-
-
 def regenerate(
     regenerator: Regenerator,
     files: Sequence[SourceFile],
@@ -205,67 +198,87 @@ def regenerate(
             other settings; OUT_OF_MEMORY; DISK_FULL.
     """
     report = ReportBuilder()
-    answer_prompts(regenerator, _prompts(regenerator, files, record_format, report), output, settings, report)
+    asked = _prompts(regenerator, files, record_format, report)
+    answer_prompts(regenerator, asked, output, settings, report, _records(files))
     if report.used == 0:
         raise _no_prompt(files, report)
     return report.build("train")
 
 
 def answer_prompts(
-    regenerator: Regenerator, asked: Iterator[Asked], output: Path, settings: dict[str, Any], report: ReportBuilder
+    regenerator: Regenerator,
+    asked: Iterator[Asked],
+    output: Path,
+    settings: dict[str, Any],
+    report: ReportBuilder,
+    total: int,
 ) -> None:
-    """Write the answers to `output`, or what is missing of them; arguments and errors as of `regenerate`."""
-    _check_settings(output, settings)
+    """Write the answers to `output`, or what is missing of them; arguments and errors as of `regenerate`.
+
+    `total`: of prompts, for the log.
+    """
+    check_settings(output, settings)
     size = CHUNK_BATCHES * regenerator.sampling.batch
     with output.open("ab+") as file:
-        done = _whole_rows(file)
+        done = whole_rows(file)
         chunks = iter(lambda: list(islice(asked, size)), [])
-        begun = time.monotonic()
-        tokens = 0
+        is_begun = False
         for number, chunk in enumerate(chunks):
             report.used += len(chunk)
             first = number * size
             if first + len(chunk) <= done:
                 continue
-            if tokens == 0:  # the first line below may take many minutes
-                log_event(_logger, "info", "answering", prompts=len(chunk), already_answered=first)
+            if not is_begun:
+                is_begun = True
+                log_event(_logger, "info", "answering", prompts=f"{first}/{total}")
+                regenerator.progress.begin(total, first)
             if first < done:  # cut off in the middle of a chunk: a chunk is answered as a whole
-                _keep_rows(file, first)
+                keep_rows(file, first)
                 done = first
             answers = regenerator.answer(chunk, number)
             whose = str(settings["target_fingerprint"])
             rows = [_row(regenerator, prompt, answer, whose) for prompt, answer in zip(chunk, answers, strict=True)]
-            _append(file, rows)
-            tokens += sum(len(answer.token_ids) for answer in answers)
-            log_event(
-                _logger, "info", "answered", prompts=first + len(chunk),
-                tokens_per_second=round(tokens / (time.monotonic() - begun), 1),
-            )  # fmt: skip
+            append_rows(file, rows)
+            log_event(_logger, "info", "answered", **regenerator.progress.figures())
 
 
 def _prompts(
     regenerator: Regenerator, files: Iterable[SourceFile], record_format: RecordFormat, report: ReportBuilder
 ) -> Iterator[Asked]:
     for file in files:
-        try:
-            for record in read_records(file, Position()):
-                where = f"{file.printable_name}:{record.position.record}"
-                report.read += 1
-                try:
-                    prompt = parse_prompt(record.content, record_format, where)
-                    ids = regenerator.tokenize(prompt)
-                except BadRecordError as bad:
-                    report.drop(bad.finding, where)
-                    continue
-                except (TemplateError, TypeError, ValueError, RecursionError):
-                    report.drop(Finding.TEMPLATE_REFUSED, where)
-                    continue
-                if not ids or len(ids) > regenerator.max_prompt_tokens:
-                    report.drop(Finding.ANSWERS_CUT_AWAY, where)
-                    continue
-                yield Asked(prompt.id, ids)
-        except OSError as error:
-            raise unreadable(file.path, str(error.strerror or error)) from error
+        for record in _read(file):
+            where = f"{file.printable_name}:{record.position.record}"
+            report.read += 1
+            try:
+                prompt = parse_prompt(record.content, record_format, where)
+                ids = regenerator.tokenize(prompt)
+            except BadRecordError as bad:
+                report.drop(bad.finding, where)
+                continue
+            except (TemplateError, TypeError, ValueError, RecursionError):
+                report.drop(Finding.TEMPLATE_REFUSED, where)
+                continue
+            if not ids or len(ids) > regenerator.max_prompt_tokens:
+                report.drop(Finding.ANSWERS_CUT_AWAY, where)
+                continue
+            yield Asked(prompt.id, ids)
+
+
+def _records(files: Iterable[SourceFile]) -> int:
+    """In all files; at most so many are prompts."""
+    return sum(1 for file in files for _ in _read(file))
+
+
+def _read(file: SourceFile) -> Iterator[Record]:
+    """Raises SlipstreamError (DATA_INVALID) where it cannot be read."""
+    try:
+        yield from read_records(file, Position())
+    except OSError as error:
+        raise unreadable(file.path, str(error.strerror or error)) from error
+
+
+def _tokens(answers: Iterable[_Answer]) -> int:
+    return sum(len(answer.token_ids) for answer in answers)
 
 
 def _row(regenerator: Regenerator, prompt: Asked, answer: _Answer, target_fingerprint: str) -> bytes:
@@ -279,97 +292,6 @@ def _row(regenerator: Regenerator, prompt: Asked, answer: _Answer, target_finger
         "loss_mask": mask,
     }
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-
-
-def _append(file: IO[bytes], rows: Sequence[bytes]) -> None:
-    try:
-        file.write(b"".join(rows))
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:
-        raise SlipstreamError(
-            f"{file.name} cannot be written: {error.strerror}.",
-            reason=Reason.DISK_FULL,
-            remedy="Make room and start again: what was answered so far is kept.",
-        ) from error
-
-
-def _whole_rows(file: IO[bytes]) -> int:
-    """Rows that were written whole; a rest behind the last line end is cut off."""
-    file.seek(0)
-    rows, end = 0, 0
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        rows, end = rows + 1, end + len(line)
-    file.truncate(end)
-    return rows
-
-
-def _keep_rows(file: IO[bytes], rows: int) -> None:
-    file.seek(0)
-    file.truncate(sum(len(line) for line in islice(file, rows)))
-
-
-def require_writable(output: Path) -> None:
-    """Asked before a model is loaded. Makes the directory of `output`.
-
-    Raises:
-        SlipstreamError: SPEC_INVALID, no file can be there; DATA_INVALID, another file is.
-    """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        why = "it is a directory" if output.is_dir() else ""
-        if not why and not os.access(output if output.exists() else output.parent, os.W_OK):
-            why = "writing there is not permitted"
-    except OSError as error:
-        why = str(error.strerror or error)
-    if why:
-        raise SlipstreamError(
-            f"The answers cannot be written to {output}: {why}.",
-            reason=Reason.SPEC_INVALID,
-            remedy="Name a file in a writable directory with --to.",
-        )
-    if _is_begun(output) and not _beside(output).exists():
-        raise SlipstreamError(
-            f"{output} is there already, and holds no answers that could be gone on with: {_beside(output).name} is "
-            "not beside it.",
-            reason=Reason.DATA_INVALID,
-            remedy="Name another --to.",
-        )
-
-
-def _is_begun(output: Path) -> bool:
-    return output.exists() and output.stat().st_size > 0
-
-
-def _check_settings(output: Path, settings: dict[str, Any]) -> None:
-    require_writable(output)
-    beside = _beside(output)
-    if not _is_begun(output):
-        beside.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return
-    before = _settings_of(output)
-    differences = [key for key in sorted(before.keys() | settings.keys()) if before.get(key) != settings.get(key)]
-    if differences:
-        raise SlipstreamError(
-            f"{output} was begun with other settings: {', '.join(differences)}.",
-            reason=Reason.DATA_INVALID,
-            remedy="Name another --to, or use the settings in " + beside.name + ".",
-        )
-
-
-def _beside(output: Path) -> Path:
-    return output.with_name(output.name + ".settings.json")
-
-
-def _settings_of(output: Path) -> dict[str, Any]:
-    """What a file was begun with; nothing where that cannot be read."""
-    try:
-        settings = json.loads(_beside(output).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _no_prompt(files: Sequence[SourceFile], report: ReportBuilder) -> SlipstreamError:

@@ -97,7 +97,7 @@ def test_it_says_what_is_left_before_the_first_answer(
             answer_heldout(target, asked, tmp_path / "answers.jsonl", sampling=Sampling(2, batch=1), settings=WHOSE)
         return [(record.message, record.slipstream_fields["prompts"]) for record in caplog.records]  # type: ignore[attr-defined]
 
-    assert answer() == [("answering", 8), ("answered", 8), ("answered", 9)]
+    assert answer() == [("answering", "0/9"), ("answered", "8/9"), ("answered", "9/9")]
     assert answer() == [], "all is answered"
 
 

@@ -1,6 +1,8 @@
 """Answers are those of their prompts, whatever is decoded beside them and in whichever order; how many at once."""
 
+import itertools
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -11,17 +13,10 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.wire.data_report import ReportBuilder
+from target_server.answering_progress import AnsweringProgress
+from target_server.answers_file import BATCH_ON_CPU, BATCH_ON_GPU, default_batch, require_writable
 from target_server.cli import run_command
-from target_server.regeneration import (
-    BATCH_ON_CPU,
-    BATCH_ON_GPU,
-    Asked,
-    Regenerator,
-    Sampling,
-    answer_prompts,
-    default_batch,
-    require_writable,
-)
+from target_server.regeneration import Asked, Regenerator, Sampling, answer_prompts
 from tests.fakes.served_model import write_tiny_target
 
 WHOSE = {"target": "tiny", "target_fingerprint": "f"}
@@ -91,9 +86,29 @@ def test_a_file_without_an_answer_is_not_begun(target: LoadedTarget, tmp_path: P
     output = tmp_path / "answers.jsonl"
     for data in ("nothing", "something"):
         asked = [] if data == "nothing" else [Asked("p", [3, 5])]
-        answer_prompts(Regenerator(target, Sampling(4)), iter(asked), output, {**WHOSE, "data": data}, ReportBuilder())
+        answering = Regenerator(target, Sampling(4))
+        answer_prompts(answering, iter(asked), output, {**WHOSE, "data": data}, ReportBuilder(), len(asked))
     assert len(output.read_text().splitlines()) == 1
     assert json.loads((tmp_path / "answers.jsonl.settings.json").read_text())["data"] == "something"
+
+
+def test_how_far_it_is_is_said_within_a_batch_and_behind_it(
+    target: LoadedTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token takes a second here: a batch of 24 lasts longer than the ten after which something is said."""
+    seconds = itertools.count()
+    answering = Regenerator(target, Sampling(24, batch=2), ends=frozenset())
+    answering.progress = AnsweringProgress(clock=lambda: float(next(seconds)))
+    caplog.set_level(logging.INFO)
+    asked = [Asked(f"p{number}", [7 + number, 3, 4]) for number in range(6)]
+    answer_prompts(answering, iter(asked), tmp_path / "answers.jsonl", WHOSE, ReportBuilder(), len(asked))
+    said = [vars(one)["slipstream_fields"] for one in caplog.records if one.getMessage() == "answering"][1:]
+    assert {one["prompts"] for one in said} == {"0/6", "2/6", "4/6"}, "in every batch"
+    assert all(one["tokens_per_second"] > 0 for one in said), "of the batch under way as well"
+    known = [one["seconds_left"] for one in said if one["prompts"] != "0/6"]
+    assert said[0]["seconds_left"] is None and known[0] > known[-1]
+    (end,) = [vars(one)["slipstream_fields"] for one in caplog.records if one.getMessage() == "answered"]
+    assert (end["prompts"], end["seconds_left"]) == ("6/6", 0)
 
 
 @pytest.mark.parametrize(
