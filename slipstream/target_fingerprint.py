@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,15 @@ _MAX_THREADS = 16
 
 def fingerprint_target(files: TargetFiles, dtype: str) -> str:
     """SHA-256 (hex) over the content of weights, configuration, tokenizer and template, the revision and the dtype.
+
+    Raises:
+        SlipstreamError: MODEL_INVALID, when a file cannot be read any more.
+    """
+    return fingerprints_of(files, (dtype,))[0]
+
+
+def fingerprints_of(files: TargetFiles, dtypes: Sequence[str]) -> tuple[str, ...]:
+    """One for each dtype; the files are read once.
 
     Paths are not in it, file names are. Files are hashed in blocks by several threads, and the digests of the blocks
     are hashed in order, so that one large file is as fast as many.
@@ -35,8 +44,10 @@ def fingerprint_target(files: TargetFiles, dtype: str) -> str:
             reason=Reason.MODEL_INVALID,
             remedy="Check that the model's files stay in place and are readable.",
         ) from error
-    identity = {"format": _FORMAT, "blocks": digests, "revision": files.revision, "dtype": dtype}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    identities = (
+        {"format": _FORMAT, "blocks": digests, "revision": files.revision, "dtype": dtype} for dtype in dtypes
+    )
+    return tuple(hashlib.sha256(json.dumps(one, sort_keys=True).encode()).hexdigest() for one in identities)
 
 
 def _blocks(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from slipstream.data_answers import SETTINGS_SUFFIX
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.run_spec.reasons import Reason
@@ -145,8 +146,13 @@ def _data_files(directory: Path) -> Iterable[Path]:
     for root, directories, names in os.walk(directory):
         directories[:] = [name for name in directories if not name.startswith(".")]
         for name in names:
-            if name.endswith(_DATA_SUFFIXES) and name not in _DESCRIPTIONS and not name.startswith("."):
+            if name.endswith(_DATA_SUFFIXES) and not _is_description(name) and not name.startswith("."):
                 yield Path(root, name)
+
+
+def _is_description(name: str) -> bool:
+    """Of the data beside it: one of Hugging Face's, or what `data regenerate` writes."""
+    return name in _DESCRIPTIONS or name.endswith(SETTINGS_SUFFIX)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

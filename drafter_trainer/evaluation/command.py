@@ -158,6 +158,7 @@ def _decode(
     from drafter_trainer.evaluation.prompt_decoder import decode_prompts
     from drafter_trainer.evaluation.report import to_dict
     from drafter_trainer.evaluation.target_check import is_training_target
+    from drafter_trainer.evaluation.whose_answers import unproven_answers
 
     directory, spec, fingerprint = opened
     plan = make_plan(args, directory, spec)
@@ -174,6 +175,7 @@ def _decode(
         "run": spec.name,
         "target": plan.target.model,
         "target_verified": verified,
+        "unproven_answers": unproven_answers(spec, fingerprint, plan.target if verified else None),
         "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         "dtype": plan.target.dtype,
         "max_new_tokens": plan.max_new_tokens,

@@ -11,11 +11,14 @@ from drafter_trainer.evaluation.decode import Decoded
 from drafter_trainer.evaluation.intervals import COVERAGE, RESAMPLES, SEED, intervals
 from drafter_trainer.evaluation.losslessness import Difference
 from drafter_trainer.evaluation.samples import pieces
-from drafter_trainer.evaluation.setting import PLAIN, Setting
+from drafter_trainer.evaluation.setting import PLAIN, TRAINED, Setting
+from slipstream.data_answers import REMEDY
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
 
+LOW_ACCEPTED_LENGTH = 1.1
+"""Below it a drafter is as good as none."""
 _SHOWN_DIFFERENCES = 20
 
 
@@ -198,6 +201,26 @@ def target_in_words(settings: dict[str, Any]) -> str:
     if settings["target_verified"] is None:
         return f"Target not verified: the drafter's files do not say whether {settings['target']} is theirs."
     return f"Target not verified: {settings['target']} is another one than the drafter was trained for, as allowed."
+
+
+def answers_in_words(report: dict[str, Any]) -> list[str]:
+    """Whether the drafter learned another model's answers; where nothing says whose they were, only if it looks so."""
+    found = report["settings"].get("unproven_answers")
+    if found is None:
+        return []
+    if found["written_by"] is not None:
+        return [
+            f"Learned from another model's answers: {found['written_by']} wrote {found['file']}, not the target. "
+            f"Drafts are then accepted less, down to about 1.0. {REMEDY}"
+        ]
+    results = report["by_setting"][0]["results"]
+    lengths = [row["all"]["accepted_length"] for label, row in results.items() if label == TRAINED]
+    if not lengths or lengths[0] is None or lengths[0] >= LOW_ACCEPTED_LENGTH:
+        return []
+    return [
+        f"Accepted length is about 1.0: hardly trained, or trained on answers that the target did not write (nothing "
+        f"says who wrote {found['file']}). {REMEDY}"
+    ]
 
 
 def _shown(value: float | None, form: str, unit: str = "") -> str:

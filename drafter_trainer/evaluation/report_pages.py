@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter_trainer.evaluation.report import (
+    answers_in_words,
     as_json,
     losslessness_in_words,
     part_batches_in_words,
@@ -111,7 +112,12 @@ def _named(found: dict[str, Any]) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> list[str]:
-    return [*losslessness_in_words(report), *part_batches_in_words(report), target_in_words(report["settings"])]
+    return [
+        *losslessness_in_words(report),
+        *part_batches_in_words(report),
+        target_in_words(report["settings"]),
+        *answers_in_words(report),
+    ]
 
 
 def _positions(report: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

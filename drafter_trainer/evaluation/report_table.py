@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafter_trainer.evaluation.report import (
+    answers_in_words,
     loop_in_words,
     losslessness_in_words,
     part_batches_in_words,
@@ -43,8 +44,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(_table(_NAMES + _MEASURES, _without_repeats(rows), num_names=len(_NAMES)))
     else:
         _print_turned(rows, console)
-    closing = (*losslessness_in_words(report), target_in_words(report["settings"]), loop_in_words(report))
-    for line in (*positions_in_words(report), *part_batches_in_words(report), *closing):
+    verdict = (*losslessness_in_words(report), target_in_words(report["settings"]), *answers_in_words(report))
+    for line in (*positions_in_words(report), *part_batches_in_words(report), *verdict, loop_in_words(report)):
         # The terminal breaks what is too long; a line in a file stays one.
         console.print(line, markup=False, soft_wrap=True)
 

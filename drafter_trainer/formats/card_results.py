@@ -6,6 +6,7 @@ from typing import Any
 
 from drafter_trainer.checkpoint_state import CheckpointState
 from drafter_trainer.evaluation.report import (
+    answers_in_words,
     losslessness_in_words,
     part_batches_in_words,
     positions_in_words,
@@ -80,6 +81,7 @@ def _in_words(report: dict[str, Any]) -> str:
         *positions_in_words(report),
         *part_batches_in_words(report),
         *losslessness_in_words(report),
+        *answers_in_words(report),
     ]
     if not settings["target_verified"]:
         closing.append("**The target that decoded was not shown to be the one that the drafter was trained for.**")

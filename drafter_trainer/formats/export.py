@@ -12,6 +12,7 @@ from drafter_trainer.checkpoint import load_drafter_weights
 from drafter_trainer.checkpoint_state import CheckpointState, read_state
 from drafter_trainer.drafter_config import DFlashConfig, DrafterConfig
 from drafter_trainer.evaluation.target_check import check_fits, is_training_target
+from drafter_trainer.evaluation.whose_answers import unproven_answers
 from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.drafter_format import Verifier
 from drafter_trainer.formats.model_card import CardFacts, is_gguf, model_card, target_facts
@@ -128,6 +129,13 @@ def _warn_of_the_verifier(model: str) -> None:
         log_event(_log, "warning", "verifier_is_a_path_of_this_machine", name_or_path=model, remedy=remedy)
 
 
+def _whose_answers(plan: ExportPlan, state: CheckpointState) -> str | None:
+    found = unproven_answers(plan.spec, state.target_fingerprint, plan.target)
+    if found is None:
+        return "answers of the target itself"
+    return None if found["written_by"] is None else f"answers of {found['written_by']}, not of the target"
+
+
 def _describe(
     directory: Path,
     plan: ExportPlan,
@@ -157,6 +165,7 @@ def _describe(
         versions=state.versions,
         self_test=found,
         results=results,
+        answers=_whose_answers(plan, state),
     )
     write_atomically(directory / "README.md", model_card(plan.spec, config, facts))
     write_provenance(

@@ -60,6 +60,8 @@ class CardFacts:
     self_test: SelfTest | None
     results: str | None
     """Markdown; None where nothing was measured."""
+    answers: str | None
+    """Who wrote what was learned; None where nothing says it."""
 
 
 def model_card(spec: RunSpec, config: DFlashConfig, facts: CardFacts) -> str:
@@ -222,10 +224,12 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
     objective = spec.model_dump(mode="json")["loss"]["objective"]
     objective = objective if isinstance(objective, str) else json.dumps(objective)
     pace = "" if facts.seconds is None else f", {facts.seconds / 60:.1f} minutes of steps"
+    files = ", ".join(f"`{Path(file).name if file.startswith('/') else file}`" for file in spec.data.files)
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "machine")
     rows = {
         "run": f"`{spec.name}`, {facts.steps} of {facts.total_steps} steps, {facts.tokens:,} tokens{pace}",
-        "data": ", ".join(f"`{Path(file).name if file.startswith('/') else file}`" for file in spec.data.files),
+        "begun from": spec.drafter.init_from and f"`{Path(spec.drafter.init_from).name}`",
+        "data": f"{files}: {facts.answers}" if facts.answers else files,
         "objective": f"{objective}, slots weighted by {spec.loss.slot_weights}",
         "optimizer": f"{spec.optimizer.kind}, learning rate {spec.optimizer.learning_rate:g}, "
         f"{spec.optimizer.schedule}",
@@ -234,7 +238,7 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
         "hardware": facts.versions.get("machine", "not recorded by the run"),
         "software": versions,
     }
-    table = "\n".join(f"| {name} | {text} |" for name, text in rows.items())
+    table = "\n".join(f"| {name} | {text} |" for name, text in rows.items() if text)
     return f"| | |\n|---|---|\n{table}\n\nThe whole run definition is in `slipstream.json`."
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, Qwen3Config
 
 from drafter_trainer.drafter import DFlashDrafter
+from drafter_trainer.evaluation.report import LOW_ACCEPTED_LENGTH
 from drafter_trainer.formats.portable_dflash import DFlashDraftModel
 from slipstream.chat_rendering import render_chat
 from slipstream.errors import SlipstreamError
@@ -39,8 +40,6 @@ PROMPTS = (
     "Write a Python function that reverses a list.",
     "Why is the sky blue?",
 )
-_LOW = 1.1
-"""Tokens per round, bonus included, under which a drafter is of no use to this target."""
 # Two logits of this distance, relative to the largest, may change places between two ways to compute them.
 _NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _FORWARD_TOLERANCE = 1e-3
@@ -244,10 +243,10 @@ def run_self_test(
             f"accepted length {result.accepted_length_of_files:.3f}, expected {result.accepted_length:.3f}"
         )
     log_event(_log, "info", "self_test_passed", **result.to_dict())
-    if result.accepted_length < _LOW:
+    if result.accepted_length < LOW_ACCEPTED_LENGTH:
         log_event(
             _log, "warning", "accepted_length_is_low", accepted_length=round(result.accepted_length, 3),
-            detail="hardly trained, or trained for another target",
+            detail="hardly trained, trained for another target, or on answers that are not this one's own",
         )  # fmt: skip
     return result
 

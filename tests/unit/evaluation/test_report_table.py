@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -86,3 +87,23 @@ def test_in_a_pipe_every_row_is_one_line(capsys: pytest.CaptureFixture[str], mon
     assert lines[-1] == (
         "Decoded in float32 over caches that grow, intervals: 95%, bootstrap over prompts, 1000 resamples, seed 0."
     )
+
+
+@pytest.mark.parametrize(
+    ("length", "unproven", "words"),
+    [
+        (1.05, None, ""),
+        (1.05, {"file": "talks.jsonl", "written_by": None}, "nothing says who wrote talks.jsonl"),
+        (1.8, {"file": "talks.jsonl", "written_by": None}, ""),
+        (1.8, {"file": "talks.jsonl", "written_by": "owner/other"}, "owner/other wrote talks.jsonl, not the target"),
+    ],
+)
+def test_answers_that_are_not_the_targets_are_said_with_the_remedy(
+    length: float, unproven: dict[str, object] | None, words: str
+) -> None:
+    shown: dict[str, Any] = report("math")
+    shown["settings"]["unproven_answers"] = unproven
+    shown["by_setting"][0]["results"]["trained"] = {"all": ROW | {"accepted_length": length}}
+    text = printed(shown, 300)
+    assert words in text and ("slipstream data regenerate RECIPE --to FILE" in text) == bool(words)
+    assert [line for line in text.splitlines() if words and words in line][1:] == []

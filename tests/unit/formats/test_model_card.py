@@ -18,6 +18,7 @@ from drafter_trainer.evaluation.setting import PLAIN, Setting
 from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.model_card import TargetFacts, read_licence, target_facts
+from slipstream.data_answers import settings_beside
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
@@ -43,6 +44,21 @@ def test_the_card_and_the_record(source: Source, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "slipstream.json").read_text())
     assert record["step"] == 12 and record["self_test"]["equal_drafts"] == record["self_test"]["drafts"]
     assert record["spec"]["name"] == "tiny"
+
+
+@pytest.mark.parametrize(("model", "words"), [("owner/other", "answers of owner/other, not of the target"), (None, "")])
+def test_whose_answers_were_learned(model: str | None, words: str, source: Source, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("{}\n")
+    if model is not None:
+        settings_beside(answers).write_text(json.dumps({"target": model, "target_fingerprint": "0" * 64}))
+    plan = make_plan(source, tmp_path / "out", "sglang")
+    data = plan.spec.data.model_copy(update={"files": (str(answers),)})
+    drafter = plan.spec.drafter.model_copy(update={"init_from": "/runs/earlier"})
+    export(replace(plan, spec=plan.spec.model_copy(update={"data": data, "drafter": drafter})))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| data | `answers.jsonl`{words and ': '}{words} |" in card
+    assert "| begun from | `earlier` |" in card
 
 
 def write_evaluation(path: Path, source: Source, **changes: object) -> None:

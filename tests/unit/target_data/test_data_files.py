@@ -35,6 +35,7 @@ def refused(*entries: object, roots: list[Path] | None = None) -> SlipstreamErro
 def test_a_directory_gives_its_data_files_by_name(tmp_path: Path) -> None:
     touch(*(tmp_path / name for name in ("b.parquet", "a/x.jsonl.gz", "README.md", ".cache/z.jsonl", "c.json")))
     touch(tmp_path / "dataset_info.json")
+    touch(tmp_path / "a.jsonl.settings.json")  # what `data regenerate` leaves beside it
     assert names(tmp_path) == ["a/x.jsonl.gz", "b.parquet", "c.json"]
     (tmp_path / "empty").mkdir()
     assert "holds no data file" in refused(tmp_path / "empty").message

@@ -1,0 +1,88 @@
+"""Whose answers a run learns from, as far as files say: `data regenerate` writes who answered beside the answers.
+
+A drafter that learned what another model says is accepted at about one token a round, whatever its loss: where that
+may be the reason, people are told so. No torch here.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import recipes
+from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
+from slipstream.target_files import is_path
+
+REMEDY = "`slipstream data regenerate RECIPE --to FILE` lets the target answer; train on that file."
+SETTINGS_SUFFIX = ".settings.json"
+_SHIPPED_FOR = "smollm2-135m-instruct"
+"""Part of the names of the model that wrote the answers which ship."""
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """The first of a run's files that is not shown to hold the target's own answers."""
+
+    file: str
+    """Its name, or the entry of `data.files` that is not on this machine."""
+    written_by: str | None
+    """The model that answered, without the directories of this machine; None: nothing says who did."""
+    fingerprint: str | None
+    """Of that model."""
+
+
+def settings_beside(answers: Path) -> Path:
+    """Where `data regenerate` records how a file came about."""
+    return answers.with_name(answers.name + SETTINGS_SUFFIX)
+
+
+def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[str] = ()) -> Unproven | None:
+    """Look for answers that are not known to be the target's own; None where all are. A file that is says so first.
+
+    Args:
+        entries: `data.files`.
+        model: the target as the recipe names it.
+        fingerprints: of the target, one for each dtype; none: names alone are compared.
+    """
+    found = [one for entry in entries for one in _unproven(entry, model, fingerprints)]
+    known = [one for one in found if one.written_by is not None]
+    return next(iter(known or found), None)
+
+
+def _unproven(entry: str, model: str, fingerprints: Sequence[str]) -> Iterator[Unproven]:
+    if recipes.data_file(entry) is not None and _SHIPPED_FOR in model.casefold():
+        return
+    files = [] if is_hub_name(entry) else _files_of(Path(entry))
+    if not files:
+        yield Unproven(entry, None, None)
+    for file in files:
+        settings = _settings_of(file)
+        name, fingerprint = settings.get("target"), settings.get("target_fingerprint")
+        is_own = fingerprint in fingerprints if fingerprints else name == model
+        if not is_own:
+            named = Path(str(name)).name if name and is_path(str(name)) else name
+            yield Unproven(file.name, str(named) if named else None, str(fingerprint) if fingerprint else None)
+
+
+def _files_of(path: Path) -> list[Path]:
+    try:
+        if path.is_dir():
+            return sorted(file for file in path.iterdir() if file.is_file() and not file.name.endswith(SETTINGS_SUFFIX))
+        if not path.exists() and GLOB.search(str(path)):
+            directory, pattern = split_glob(path)
+            return sorted(file for file in directory.glob(pattern) if not file.name.endswith(SETTINGS_SUFFIX))
+        return [path] if path.is_file() else []
+    except OSError:  # not ours to look at; perhaps the target server's
+        return []
+
+
+def _settings_of(file: Path) -> dict[str, Any]:
+    """Also where the file was compressed afterwards."""
+    for name in (file.name, file.name.removesuffix(".gz")):
+        try:
+            settings = json.loads(settings_beside(file.with_name(name)).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return settings if isinstance(settings, dict) else {}
+    return {}
