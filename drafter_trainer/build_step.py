@@ -35,7 +35,8 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
         The device, and the folder of the shared compile cache, if there is one.
 
     Raises:
-        SlipstreamError: ENVIRONMENT_UNSUPPORTED; what `use_compile_cache` raises.
+        SlipstreamError: ENVIRONMENT_UNSUPPORTED; OUT_OF_MEMORY, other programs have the GPU; what `use_compile_cache`
+            raises.
     """
     cache = None
     device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
@@ -45,11 +46,12 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
 
         guards = check_environment(device)
         device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
-        configure_compiler()
-        install_tripwire()
-        self_test(device)
+        with failures_reported(Phase.SELF_TEST):
+            torch.cuda.set_device(device)
+            cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
+            configure_compiler()
+            install_tripwire()
+            self_test(device)
         log_event(_log, "info", "attention_guarded", guards=guards.in_words())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     log_event(_log, "info", "device", device=str(device), name=name, precision=spec.train.precision)

@@ -3,10 +3,12 @@
 The report goes to the log, and to a file beside the run (`failures/…json`), which outlives the log's rotation.
 """
 
+import errno
 import json
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from drafter_trainer.compile_cache import INDUCTOR, SETTING
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -23,6 +26,8 @@ from slipstream.telemetry.logs import log_event
 _REPORTED_REASONS = (Reason.DENSE_ATTENTION, Reason.PACK_OUTSIDE_BUCKETS)
 _SAME_COMMAND = "then start the same command again: a run that has a checkpoint goes on from it."
 _NEW_RUN = "A run that has a checkpoint keeps its settings: give the changed one another name (--set name=…)."
+
+_DRIVERS_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ def reports_kept_in(directory: Path) -> Iterator[None]:
 class Phase(StrEnum):
     """What the trainer was doing, in words."""
 
+    SELF_TEST = "trying compiled attention"
     FROZEN_WEIGHTS = "loading the target's frozen weights"
     DRAFTER = "building the drafter and its optimizer"
     WARM_UP = "warming up"
@@ -55,10 +61,13 @@ class Phase(StrEnum):
 
 
 _TO_LOWER = {
+    Phase.SELF_TEST: "choose another GPU with CUDA_VISIBLE_DEVICES",
     Phase.FROZEN_WEIGHTS: "train in bfloat16 (train.precision), which halves the embedding and the head",
     Phase.DRAFTER: "lower drafter.num_layers or drafter.intermediate_size",
     Phase.PACKS: "lower stream.prefetch_packs or data.pack_tokens",
 }
+_COMPILING = {Phase.SELF_TEST: "compiled attention", Phase.WARM_UP: "the training step"}
+"""Where something is compiled, and what."""
 _TO_LOWER_IN_A_STEP = "lower train.anchors_per_pack, data.pack_tokens or loss.chunk_rows"
 
 
@@ -75,8 +84,8 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
 
     Raises:
         SlipstreamError: OUT_OF_MEMORY when the device's memory is full, with the phase and what to change;
-            PACK_OUTSIDE_BUCKETS when a compiled function met what it was not compiled for; ENVIRONMENT_UNSUPPORTED when
-            torch could not compile the step.
+            PACK_OUTSIDE_BUCKETS when a compiled function met what it was not compiled for; DISK_FULL when there was no
+            room for compiled code, ENVIRONMENT_UNSUPPORTED when torch could not compile the step otherwise.
     """
     try:
         yield
@@ -90,8 +99,10 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
             raise _out_of_memory(error, phase) from error
         if _is_recompile(error):
             raise _recompile(error, phase, shapes) from error
-        if phase is Phase.WARM_UP and _is_compilers(error):
-            raise _not_compiled(error) from error
+        if phase in _COMPILING and _is_full_disks(error):
+            raise _no_room_to_compile(phase) from error
+        if phase in _COMPILING and _is_compilers(error):
+            raise _not_compiled(error, phase) from error
         raise
 
 
@@ -119,7 +130,15 @@ def _keep(report: Mapping[str, str]) -> dict[str, str]:
 def _is_out_of_memory(error: Exception) -> bool:
     """True also for what torch's compiler wraps: a backend that ran out of memory while it tried kernels."""
     inner = getattr(error, "inner_exception", None)
-    return any(isinstance(one, torch.OutOfMemoryError) for one in (error, inner)) or _is_hosts(error)
+    return any(isinstance(one, torch.OutOfMemoryError) or _is_drivers(one) for one in (error, inner)) or _is_hosts(
+        error
+    )
+
+
+def _is_drivers(error: object) -> bool:
+    """What torch raises where the driver or cuBLAS, not torch's allocator, found no memory: for a context, a handle, a
+    graph. It has no type of its own."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _DRIVERS_WORDS)
 
 
 def _is_hosts(error: Exception) -> bool:
@@ -161,18 +180,33 @@ def _recompile(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, .
     )
 
 
+def _is_full_disks(error: Exception) -> bool:
+    """Also where a compiling process of torch's met it, of which only the text comes back."""
+    return os.strerror(errno.ENOSPC) in str(error) or os.strerror(errno.EDQUOT) in str(error)
+
+
+def _no_room_to_compile(phase: Phase) -> SlipstreamError:
+    cache = os.environ.get(INDUCTOR)
+    where = f"the compile cache {cache} or in {tempfile.gettempdir()}" if cache else tempfile.gettempdir()
+    return SlipstreamError(
+        f"The disk was full while {phase.value}: no room for compiled code in {where}.",
+        reason=Reason.DISK_FULL,
+        remedy=f"Free some space there, or name another directory with {SETTING} (and TMPDIR), {_SAME_COMMAND}",
+    )
+
+
 def _is_compilers(error: Exception) -> bool:
     """Raised by torch's compiler itself, not by what it compiled. Where it is not loaded, nothing was."""
     exceptions = sys.modules.get("torch._dynamo.exc")
     return exceptions is not None and isinstance(error, exceptions.TorchDynamoException)
 
 
-def _not_compiled(error: Exception) -> SlipstreamError:
+def _not_compiled(error: Exception, phase: Phase) -> SlipstreamError:
     inner = getattr(error, "inner_exception", error)
     first = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
     return SlipstreamError(
-        f"torch {torch.__version__} could not compile the training step for this machine: {type(inner).__name__}: "
-        f"{first}",
+        f"torch {torch.__version__} could not compile {_COMPILING[phase]} for this machine: "
+        f"{type(inner).__name__}: {first}",
         reason=Reason.ENVIRONMENT_UNSUPPORTED,
         remedy="The log names the report with all of it. Install another torch release, or train on another GPU; "
         "slipstream doctor says what is known of this one.",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drafter_trainer.device_failures import Phase, failures_reported
 from slipstream.errors import SlipstreamError
 
 Answer = dict[str, Any]
@@ -29,11 +30,12 @@ def examine() -> Answer:
     device = torch.device("cuda", 0)
     try:
         check_environment(device)
-        torch.cuda.set_device(device)
-        configure_compiler()
-        install_tripwire()
-        began = time.monotonic()
-        self_test(device)
+        with failures_reported(Phase.SELF_TEST):
+            torch.cuda.set_device(device)
+            configure_compiler()
+            install_tripwire()
+            began = time.monotonic()
+            self_test(device)
     except SlipstreamError as error:
         return {"problem": error.message, "remedy": error.remedy}
     seconds = round(time.monotonic() - began, 1)

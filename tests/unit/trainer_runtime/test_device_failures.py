@@ -1,6 +1,8 @@
 """What fails on the device is reported with its phase, whichever part of the loop it comes out of."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from drafter_trainer.build_step import prepare_device
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
+from drafter_trainer.doctor import examine
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.training_packs import StepBatch
 from slipstream.errors import SlipstreamError
@@ -25,17 +29,31 @@ def fields_of(log: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.slipstream_fields for record in log.records if record.message == "phase_failed"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("error", [FULL, BackendCompilerFailed(lambda *_: None, FULL, None)])
+NO_CONTEXT = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously")
+NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        BackendCompilerFailed(lambda *_: None, FULL, None),
+        NO_CONTEXT,
+        BackendCompilerFailed(lambda *_: None, NO_HANDLE, None),
+    ],
+)
 @pytest.mark.parametrize("phase", list(Phase))
 def test_full_memory_ends_in_words(error: Exception, phase: Phase, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SlipstreamError) as raised, failures_reported(phase, {"input_ids": (128,)}):
         raise error
     assert raised.value.reason is Reason.OUT_OF_MEMORY and raised.value.exit_code == 6
     assert f"was full while {phase.value}: " in raised.value.message and "\n" not in raised.value.message
-    assert "lower " in raised.value.remedy or "train.precision" in raised.value.remedy
+    assert any(words in raised.value.remedy for words in ("lower ", "train.precision", "CUDA_VISIBLE_DEVICES"))
     (fields,) = fields_of(caplog)
     assert fields["phase"] == phase.value and fields["shapes"] == "input_ids (128,)"
-    assert "CUDA out of memory" in fields["error"] and fields["torch"] == str(torch.__version__)
+    assert str(getattr(error, "inner_exception", error)).splitlines()[0] in fields["error"] and fields["torch"] == str(
+        torch.__version__
+    )
 
 
 def test_full_memory_of_the_cpu_is_no_defect() -> None:
@@ -159,3 +177,33 @@ def test_what_torch_cannot_compile_ends_in_words_and_the_report_has_the_tracebac
     assert "raise failed" in json.loads(file.read_text())["traceback"]
     with pytest.raises(BackendCompilerFailed), failures_reported(Phase.STEP):
         raise failed
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("worker: [Errno 28] No space left on device")],
+)
+def test_a_disk_without_room_for_compiled_code_is_no_fault_of_torch(
+    inner: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/full")
+    with pytest.raises(SlipstreamError) as raised, failures_reported(Phase.WARM_UP):
+        raise BackendCompilerFailed(lambda *_: None, inner, None)
+    assert raised.value.reason is Reason.DISK_FULL
+    assert "no room for compiled code in the compile cache /full" in raised.value.message
+    assert "SLIPSTREAM_COMPILE_CACHE" in raised.value.remedy
+
+
+def test_a_gpu_that_others_have_filled_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thing that a trainer and a doctor do on a GPU can meet a full one, too."""
+    for name, found in {"is_available": True, "device_count": 1, "get_device_name": "a card"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", failing(NO_CONTEXT))
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda **_: "nothing")
+    spec = make_spec()
+    on_gpu = spec.model_copy(update={"train": spec.train.model_copy(update={"device": "cuda", "attention": "flex"})})
+    with pytest.raises(SlipstreamError, match="was full while trying compiled attention") as raised:
+        prepare_device(on_gpu)
+    assert raised.value.reason is Reason.OUT_OF_MEMORY and "CUDA_VISIBLE_DEVICES" in raised.value.remedy
+    answer = examine()
+    assert "was full while trying compiled attention" in answer["problem"] and answer["remedy"] == raised.value.remedy
