@@ -5,6 +5,7 @@ the evaluation of `slipstream eval`.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -46,7 +47,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--directory",
         type=Path,
         default=Path("demo"),
-        help="where everything goes; an earlier demo there is replaced (default: demo)",
+        help="where everything goes; beside it, as DIRECTORY-2, where a drafter lies already (default: demo)",
     )
     parser.add_argument("--model", help=f"target; default: the .gguf in the package {MODEL_PACKAGE}")
     parser.add_argument("--recipe", type=Path, help=f"default: the shipped {RECIPE}.toml")
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """
     with sigterm_as_exit():
         plan = make_plan(args)
+        if plan.directory != (earlier := args.directory.resolve()):
+            _say(f"the drafter in {earlier} stays; this demo goes beside it")
         prepare_directory(plan.directory)
         _say(f"target {Path(plan.spec.target.model).name} and drafter on {plan.device_name}, all in {plan.directory}")
         started = time.monotonic()
@@ -116,8 +119,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         SlipstreamError: MODEL_INVALID, no model; SPEC_INVALID, an override; PATH_NOT_ALLOWED, the directory holds
             something that is not a demo.
     """
-    directory = args.directory.resolve()
-    _require_replaceable(directory)
+    directory = choose_directory(args.directory.resolve())
     accelerator = probe_accelerator()
     model = given_model(args.model) if args.model else packaged_model()
     recipe = args.recipe or recipes.recipe_path(RECIPE)
@@ -140,8 +142,31 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def choose_directory(wanted: Path) -> Path:
+    """The directory that is wanted; where an earlier demo has left a drafter, the next beside it: `demo-2`, `demo-3`.
+
+    Raises:
+        SlipstreamError: PATH_NOT_ALLOWED, it holds something that is not a demo; STACK_DIFFERS, a demo runs there.
+    """
+    _require_replaceable(wanted)
+    beside = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return wanted if not _has_drafter(wanted) else next(one for one in beside if _is_free(one))
+
+
+def _has_drafter(directory: Path) -> bool:
+    return any(Home(directory / STACK).runs.glob("*/checkpoints/step-*"))
+
+
+def _is_free(directory: Path) -> bool:
+    try:
+        _require_replaceable(directory)
+    except SlipstreamError:
+        return False
+    return not _has_drafter(directory)
+
+
 def prepare_directory(directory: Path) -> None:
-    """Make the directory, or empty it if an earlier demo lies there.
+    """Make the directory, or empty it if a demo that left no drafter lies there.
 
     Raises:
         SlipstreamError: PATH_NOT_ALLOWED, it is something else, or cannot be written.
@@ -150,7 +175,10 @@ def prepare_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # First, and never removed: after an interrupted start the directory is still known as a demo's.
-        (directory / MARKER).write_text("slipstream demo empties this directory when it starts.\n", encoding="utf-8")
+        (directory / MARKER).write_text(
+            "slipstream demo empties this directory when it starts, unless a drafter was trained in it.\n",
+            encoding="utf-8",
+        )
         for entry in directory.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

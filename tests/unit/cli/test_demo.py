@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.child_processes import one_gpu, visible_gpu
-from slipstream.cli.commands.demo import MARKER, prepare_directory
+from slipstream.cli.commands.demo import MARKER, STACK, choose_directory, prepare_directory
 from slipstream.cli.demo_report import DemoResult, print_summary, summarise, write_summary
 from slipstream.errors import SlipstreamError
 from slipstream.packaged_model import given_model
@@ -40,6 +40,22 @@ def test_an_earlier_demo_is_emptied_and_what_it_links_to_stays(tmp_path: Path) -
     prepare_directory(directory)
     assert [entry.name for entry in directory.iterdir()] == [MARKER]
     assert (precious / "file").exists()
+
+
+def test_a_drafter_of_an_earlier_demo_stays(tmp_path: Path) -> None:
+    wanted = tmp_path / "demo"
+    assert choose_directory(wanted) == wanted, "nothing is there"
+    prepare_directory(wanted)
+    assert choose_directory(wanted) == wanted, "a demo that was broken off before it had saved anything"
+    (wanted / STACK / "runs" / "demo" / "checkpoints" / "step-00000008").mkdir(parents=True)
+    assert choose_directory(wanted) == tmp_path / "demo-2"
+    (tmp_path / "demo-2").mkdir()
+    (tmp_path / "demo-2" / "thesis.tex").write_text("years of work")
+    (tmp_path / "demo-3").write_text("a file")
+    assert choose_directory(wanted) == tmp_path / "demo-4"
+    prepare_directory(tmp_path / "demo-4")
+    assert choose_directory(wanted) == tmp_path / "demo-4"
+    assert choose_directory(tmp_path / "demo-4") == tmp_path / "demo-4"
 
 
 def test_a_foreign_directory_with_logs_is_refused_and_untouched(tmp_path: Path) -> None:
