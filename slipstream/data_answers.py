@@ -50,6 +50,15 @@ def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[st
     return next(iter(known or found), None)
 
 
+def answers_remark(entries: Sequence[str], model: str) -> str | None:
+    """What to know before a run learns from these files; None where the target of that name wrote them."""
+    found = first_unproven(entries, model)
+    if found is None:
+        return None
+    whose = "nothing says who wrote" if found.written_by is None else f"{found.written_by}, not the target, wrote"
+    return f"{whose} the answers in {found.file}; a drafter is accepted for what its own target says: {REMEDY}"
+
+
 def _unproven(entry: str, model: str, fingerprints: Sequence[str]) -> Iterator[Unproven]:
     if recipes.data_file(entry) is not None and _SHIPPED_FOR in model.casefold():
         return

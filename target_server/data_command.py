@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from recipes import find_recipe
 from slipstream.counted import counted
+from slipstream.data_answers import answers_remark
 from slipstream.engine_devices import check_present
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS, TOKENS, within
@@ -174,8 +175,8 @@ def _inspect(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseMode
     located = locate_tokenizer(target)
     # A GGUF file has a row for each of its tokens, and no more.
     rows = len(tokenizer) if located.is_gguf else vocabulary_rows(located.root)
-    remark = mask_remark(wanted.drafter, tokenizer, rows)
-    return inspection.model_copy(update={"remarks": (remark,) if remark else ()})
+    remarks = (mask_remark(wanted.drafter, tokenizer, rows), answers_remark(wanted.data.files, target.model))
+    return inspection.model_copy(update={"remarks": tuple(filter(None, remarks))})
 
 
 def _length(args: argparse.Namespace, wanted: Wanted, files: Files) -> BaseModel:

@@ -99,7 +99,8 @@ def test_a_run_that_would_find_no_mask_token_is_told_before(
     assert "a run fails: the target has no mask token and no unused row" in output
     assert "Set drafter.mask_token to a special token that no answer contains (it has: " in output
     named = inspect(processes, recipe, "--set", "drafter.mask_token=<|im_end|>", "-o", "json")
-    assert inspection_of(named).remarks == ()
+    (whose,) = inspection_of(named).remarks
+    assert whose.startswith(f"nothing says who wrote the answers in {mixed.name}") and "data regenerate" in whose
     # Files alone say nothing of a drafter.
     assert "names no mask token" not in inspect(processes, mixed, "--model", tokenizer).output
 

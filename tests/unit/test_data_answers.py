@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import recipes
-from slipstream.data_answers import Unproven, first_unproven, settings_beside
+from slipstream.data_answers import Unproven, answers_remark, first_unproven, settings_beside
 
 
 def written(path: Path, target: str | None, fingerprint: str = "f") -> str:
@@ -21,6 +21,8 @@ def test_the_targets_own(tmp_path: Path) -> None:
     own = written(tmp_path / "own.jsonl", "elsewhere/target")
     assert first_unproven([own], "./target", ("e", "f")) is None, "the fingerprint decides"
     assert first_unproven([own], "elsewhere/target") is None, "without one the name does"
+    assert answers_remark([own], "elsewhere/target") is None
+    assert "elsewhere/target, not the target, wrote" in str(answers_remark([own], "t"))
     packed = tmp_path / "packed.jsonl"
     written(packed, "t")
     packed.rename(tmp_path / "packed.jsonl.gz")
