@@ -22,6 +22,7 @@ from drafter_trainer.run_directory import RunDirectory
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
+from slipstream.model_names import other_model, surely_differ
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -147,11 +148,14 @@ class TargetLink:
         """Greet the target and choose how payloads are read.
 
         Raises:
-            SlipstreamError: TARGET_FINGERPRINT_MISMATCH when it is another than the run was trained with;
-                PROTOCOL_MISMATCH; TRANSPORT_UNAVAILABLE.
+            SlipstreamError: TARGET_INCOMPATIBLE, TARGET_FINGERPRINT_MISMATCH when it serves another model than the run
+                is defined for, or than it was trained with; PROTOCOL_MISMATCH; TRANSPORT_UNAVAILABLE.
         """
         while True:
             target = self._client.get_target()
+            wanted, served = self._spec.target, (target.model_id, target.model_revision)
+            if (other := surely_differ(wanted.model, wanted.revision, *served)) is not None:
+                raise other_model(f"{self._client.address} {other}.", "Name another with --target", *served)
             self._check_fingerprint(target, expected_fingerprint or self.fingerprint)
             try:
                 reader = choose_reader(

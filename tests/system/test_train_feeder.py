@@ -140,6 +140,25 @@ def take(source: BatchSource, steps: int) -> list[list[int]]:
     return [[pack.sequence_number for pack in batch.packs] for batch in batches if batch is not None]
 
 
+def test_another_model_than_that_of_the_run_is_refused_at_the_greeting(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has asked before where no control plane stands between."""
+    greet = desk.client.get_target
+
+    def greet_as_another() -> pb.GetTargetResponse:
+        target = pb.GetTargetResponse()
+        target.CopyFrom(greet())
+        target.model_id = "other/model"
+        return target
+
+    monkeypatch.setattr(desk.client, "get_target", greet_as_another)
+    with pytest.raises(SlipstreamError, match="serves other/model, the run is defined for some/model") as refused:
+        desk.join("another", "target.model=some/model")
+    assert refused.value.reason is Reason.TARGET_INCOMPATIBLE and "target.model=other/model" in refused.value.remedy
+    desk.join("a-copy", "target.model=./some/model")
+
+
 def test_lost_leases_and_corrupt_bytes_change_nothing_of_the_order(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
