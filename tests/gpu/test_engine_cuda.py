@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,19 @@ class NotedWriter(SlotWriter):
         return write
 
 
+class RunningTarget(SteppedTarget):
+    """Its clock runs: an engine's thread looks after the GPU's work when a wait has ended."""
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+
 def test_a_pack_that_is_asked_for_while_the_gpu_computes_is_launched_behind_it(tmp_path: Path) -> None:
     conversations = write_conversations(tmp_path / "conversations.jsonl", count=30)
     terms = SubscriptionTerms("a", data_spec_json(conversations), LAYERS, True, 1, max_epochs=1)
     directory = write_tiny_target(tmp_path / "target")
     spec = TargetSpec(model=str(directory), dtype="bfloat16", compile=False)
-    engine = SteppedTarget(TargetModel.load(spec, device="cuda"), tmp_path / "ledger.sqlite")
+    engine = RunningTarget(TargetModel.load(spec, device="cuda"), tmp_path / "ledger.sqlite")
     name, _ = engine.join(terms)
     writer = NotedWriter(engine.target.device)
     producer = Producer(engine.target, engine.queue, engine.catalog, writer)
