@@ -3,11 +3,12 @@
 Starts itself again as `compute-sanitizer --tool memcheck … python -m tests.gpu.sanitized_step --inside`, with torch's
 caching allocator off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): in one large cached segment an access beyond a tensor is none
 beyond an allocation, and the tool would see nothing. Leaves with 0 where no kernel was at fault, 4 where the tool is
-not installed (it comes with the CUDA toolkit), else with 1.
+not installed (it comes with the CUDA toolkit, or `pip install nvidia-cuda-sanitizer-api`), else with 1.
 
 Everything is compiled once before, outside, into the compile cache: the tool slows whatever a process does.
 """
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -21,13 +22,24 @@ _PLACES = (
     "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
     "/opt/cuda/bin/compute-sanitizer",
 )
+_WHEEL = "nvidia-cuda-sanitizer-api"
 _FAULT = 86
 """What the tool makes of the exit status where it found something."""
 
 
 def sanitizer() -> str | None:
     """Where the tool is; None where it is not."""
-    return shutil.which("compute-sanitizer") or next((place for place in _PLACES if os.access(place, os.X_OK)), None)
+    places = (*_PLACES, *_places_of_wheel())
+    return shutil.which("compute-sanitizer") or next((place for place in places if os.access(place, os.X_OK)), None)
+
+
+def _places_of_wheel() -> list[str]:
+    """Where pip has put it."""
+    try:
+        files = importlib.metadata.files(_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(file.locate()) for file in files if file.name == "compute-sanitizer"]
 
 
 def check(tool: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +84,7 @@ def main(arguments: list[str]) -> int:
         run_one_bucket()
         return 0
     if sanitizer() is None:
-        sys.stderr.write("compute-sanitizer is not on PATH nor under /usr/local/cuda: install the CUDA toolkit.\n")
+        sys.stderr.write(f"compute-sanitizer is not on PATH nor under /usr/local/cuda: pip install {_WHEEL}\n")
         return 4
     result = check(arguments[0] if arguments else "memcheck")
     sys.stdout.write(result.stdout + result.stderr)
