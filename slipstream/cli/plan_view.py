@@ -6,12 +6,10 @@ from dataclasses import replace
 from slipstream.cli.display import ABSENT, Column, duration, print_fields, print_table
 from slipstream.counted import counted
 from slipstream.epoch_length import EpochLength
-from slipstream.errors import SlipstreamError
 from slipstream.plan.memory import MemoryPlan, saved_activations
-from slipstream.plan.report import CardFit, RunPlan, ways_to_fit
-from slipstream.plan.search import Fit
+from slipstream.plan.refusal import gib, in_words
+from slipstream.plan.report import CardFit, RunPlan
 from slipstream.plan.sizes import RunSizes
-from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 
 _MIB = 1 << 20
@@ -40,36 +38,6 @@ def print_plan(
     print_fields(_cost_fields(plan, data, assumed_speed=assumed_speed) | _heldout_fields(spec, plan))
     print("\nWhat fits:")
     _print_cards(plan.cards if assumed_card else (plan.own, *plan.cards))
-
-
-def refusal(plan: RunPlan) -> SlipstreamError:
-    """For a run that cannot run, or does not fit, on the card it was planned for."""
-    if plan.own.refusal is not None:
-        return SlipstreamError(
-            f"{plan.card.name} cannot train this drafter: {plan.own.refusal}.",
-            reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="Train on another GPU, or change the setting: --set drafter.head_dim=128, or --set train.fp8=false.",
-        )
-    nearest, alone = ways_to_fit(plan)
-    memory = plan.memory
-    needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {plan.card.name} has "
-    larger = "a machine with more memory" if plan.sizes.on_cpu else "a larger GPU"
-    remedy = f"No settings that were tried fit: take {larger}, or a smaller target"
-    if nearest is not None:
-        remedy = f"Nearest settings that fit, with {gib(nearest.peak_bytes)}: {in_words(nearest)}"
-        others = [in_words(fit) for fit in alone if fit.settings != nearest.settings]
-        remedy += f". Enough alone: {'; '.join(others)}" if others else ""
-    return SlipstreamError(f"{needs}{gib(plan.card.memory_bytes)}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
-
-
-def in_words(fit: Fit) -> str:
-    """As a command line takes it."""
-    return " ".join(f"--set {setting}" for setting in fit.settings)
-
-
-def gib(size: float) -> str:
-    """GiB with one decimal; MiB below one."""
-    return f"{size / _GIB:,.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
 
 
 def _mib(size: int) -> str:

@@ -78,12 +78,13 @@ def run(args: argparse.Namespace) -> int:
     # pydantic costs a tenth of a second: not for `--help`.
     import recipes
     from slipstream.cli.display import print_json
-    from slipstream.cli.plan_view import print_plan, refusal
+    from slipstream.cli.plan_view import print_plan
     from slipstream.epoch_length import EpochLength
     from slipstream.mask_token import require_mask
     from slipstream.packaged_model import packaged_copy
     from slipstream.plan.gpus import this_cpu
-    from slipstream.plan.report import as_json, fits, plan_run
+    from slipstream.plan.refusal import refusal
+    from slipstream.plan.report import as_json, plan_run
     from slipstream.plan.target_sizes import target_sizes
     from slipstream.run_spec.load import load_recipe
 
@@ -101,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         print_json({"name": spec.name, "assumed_card": not is_limit, **as_json(plan), "data": data})
     else:
         print_plan(spec, plan, length, assumed_card=not is_limit, assumed_speed=args.tflops is None)
-    if is_limit and not fits(plan):
-        raise refusal(plan)
+    if is_limit and (why := refusal(plan.sizes, card)) is not None:
+        raise why
     return 0
 
 

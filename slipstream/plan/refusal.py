@@ -1,0 +1,43 @@
+"""Why a run does not fit on a device, or cannot run there: in the same words for who plans it and who creates it."""
+
+from slipstream.errors import SlipstreamError
+from slipstream.plan.gpus import Gpu, why_not_there
+from slipstream.plan.memory import plan_memory
+from slipstream.plan.search import Fit, nearest_fit, single_fits
+from slipstream.plan.sizes import RunSizes
+from slipstream.run_spec.reasons import Reason
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
+    """Why the run cannot run there, or OUT_OF_MEMORY with the nearest settings that fit; None where it fits."""
+    if (why := why_not_there(sizes, device)) is not None:
+        return SlipstreamError(
+            f"{device.name} cannot train this drafter: {why}.",
+            reason=Reason.ENVIRONMENT_UNSUPPORTED,
+            remedy="Train on another GPU, or change the setting: --set drafter.head_dim=128, or --set train.fp8=false.",
+        )
+    memory, room = plan_memory(sizes, device.memory_bytes), device.memory_bytes
+    if memory.peak_bytes <= room:
+        return None
+    nearest, alone = nearest_fit(sizes, room, room), single_fits(sizes, room, room)
+    larger = "a machine with more memory" if sizes.on_cpu else "a larger GPU"
+    remedy = f"No settings that were tried fit: take {larger}, or a smaller target"
+    if nearest is not None:
+        remedy = f"Nearest settings that fit, with {gib(nearest.peak_bytes)}: {in_words(nearest)}"
+        others = [in_words(fit) for fit in alone if fit.settings != nearest.settings]
+        remedy += f". Enough alone: {'; '.join(others)}" if others else ""
+    needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {device.name} has {gib(room)}"
+    return SlipstreamError(f"{needs}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
+
+
+def in_words(fit: Fit) -> str:
+    """As a command line takes it."""
+    return " ".join(f"--set {setting}" for setting in fit.settings)
+
+
+def gib(size: float) -> str:
+    """GiB with one decimal; MiB below one."""
+    return f"{size / _GIB:,.1f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
