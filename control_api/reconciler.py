@@ -121,7 +121,11 @@ class Reconciler(BackgroundThread):
 
     def misfit(self, session: Session, run: Run, now: float) -> str | None:
         """Why none of the trainers that are heard of can train the run; None where one can, or there are none."""
-        return misfit(run, [one for one in trainers.present(session) if not self.is_lost(one, now)])
+        return misfit(run, self.present(session, now))
+
+    def present(self, session: Session, now: float) -> list[Trainer]:
+        """The trainers that are heard of, free or not."""
+        return [one for one in trainers.present(session) if not self.is_lost(one, now)]
 
     def _apply(self, session: Session, run: Run, event: RunEvent, held: Sequence[Assignment], now: float) -> None:
         state = RunState(run.state)

@@ -1,12 +1,17 @@
 """From the body of a create to the definition of a run: read strictly, with files only where they may be."""
 
 import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import recipes
 from control_api.schemas import RunCreate
+from control_api.store.tables import Trainer
 from slipstream.errors import SlipstreamError
+from slipstream.first_drafter import require_first_drafter
 from slipstream.mask_token import require_mask
+from slipstream.plan.admission import known_sizes, require_fit
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
 from slipstream.run_spec.reasons import Reason
@@ -41,6 +46,22 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
             "eval": spec.eval.model_copy(update={"prompts": prompts, "heldout": heldout}),
         }
     )
+
+
+def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequence[Trainer]) -> None:
+    """Refuse what `slipstream plan` refuses, and a missing first drafter, as far as this machine's files and the
+    trainers that are heard of tell.
+
+    Raises:
+        SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE, DATA_INVALID, TARGET_FINGERPRINT_MISMATCH; OUT_OF_MEMORY,
+            ENVIRONMENT_UNSUPPORTED, no trainer's device can train it; CHECKPOINT_INVALID.
+    """
+    # Only where all trainers are here is the same path the same directory.
+    if present and all(one.host == socket.gethostname() for one in present):
+        require_first_drafter(spec.drafter.init_from)
+    sizes = known_sizes(spec) if _model_may_be_read(spec.target.model, data_roots) else None
+    if sizes is not None:
+        require_fit(sizes, [(one.name, device) for one in present for device in one.devices])
 
 
 def _parse(body: RunCreate) -> RunSpec:

@@ -23,7 +23,6 @@ from drafter_trainer.cost_report import CostReport
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig
-from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.heldout import prepare_heldout
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.memory import MemoryReport
@@ -36,6 +35,7 @@ from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
 from slipstream.errors import SlipstreamError
+from slipstream.first_drafter import require_first_drafter
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -121,7 +121,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     run = RunDirectory(options.run_directory)
     saved = find_saved_state(run, spec, resume=options.resume)
     if saved is None:
-        require_directory(spec.drafter.init_from)
+        require_first_drafter(spec.drafter.init_from)
     notice = WaitNotice(options.target, options.agent)
     with ExitStack() as leaving:
         leaving.enter_context(reports_kept_in(run.root / "failures"))

@@ -10,7 +10,7 @@ from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run,
 from control_api.model_match import require_same_model
 from control_api.reconciler import set_conditions
 from control_api.routes.responses import refusals
-from control_api.run_definition import define_run
+from control_api.run_definition import define_run, require_trainable
 from control_api.schemas import RunCreate, RunDetail, RunList, RunUpdate
 from control_api.store import runs, targets, trainers
 from control_api.store.database import touch
@@ -31,7 +31,12 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"])
 )
 def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Response:
     """Create a run. It waits in PENDING for a trainer that can take it."""
+    if (known := once.answered_before()) is not None:
+        return known
     spec = define_run(body, services.settings.data_roots)
+    with services.database.read() as session:
+        present = services.reconciler.present(session, services.clock())
+        require_trainable(spec, services.settings.data_roots, present)
 
     def create(session: Session) -> RunDetail:
         target = require_target(session, body.target) if body.target is not None else _only_target(session)

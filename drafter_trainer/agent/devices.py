@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.child_processes import visible_gpu
 from slipstream.errors import SlipstreamError
-from slipstream.machine_probe import TorchFacts, probe_torch
+from slipstream.machine_probe import TorchFacts, memory_bytes, probe_torch
 from slipstream.run_spec.reasons import Reason
 
 
@@ -49,7 +49,7 @@ def find_device(choice: str) -> TrainerDevice:
         raise SlipstreamError(
             f"--device is {choice!r}.", reason=Reason.SPEC_INVALID, remedy="Give auto, cpu, cuda or cuda:N."
         )
-    return TrainerDevice("cpu") if kind == "cpu" else choose_device(kind, int(number or 0), probe_torch())
+    return _cpu() if kind == "cpu" else choose_device(kind, int(number or 0), probe_torch())
 
 
 def choose_device(kind: str, index: int, facts: TorchFacts) -> TrainerDevice:
@@ -58,9 +58,13 @@ def choose_device(kind: str, index: int, facts: TorchFacts) -> TrainerDevice:
         gpu = facts.gpus[index]
         return TrainerDevice("cuda", index, gpu.name, gpu.memory_bytes)
     if kind == "auto" and facts.problem is None:
-        return TrainerDevice("cpu")
+        return _cpu()
     raise SlipstreamError(
         facts.problem or f"torch sees {len(facts.gpus)} GPUs, none with the number {index}.",
         reason=Reason.ENVIRONMENT_UNSUPPORTED,
         remedy="Run `slipstream doctor`; or train on the CPU: --device cpu",
     )
+
+
+def _cpu() -> TrainerDevice:
+    return TrainerDevice("cpu", memory_bytes=memory_bytes()[0])

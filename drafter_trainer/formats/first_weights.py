@@ -16,10 +16,10 @@ from drafter_trainer.formats.module import as_module, check_copies, require_dfla
 from drafter_trainer.formats.provenance import PROVENANCE, read_provenance
 from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
-from drafter_trainer.formats.published_run import require_directory
 from drafter_trainer.formats.self_test import compare_forward
 from drafter_trainer.formats.tensors import check_parameters
 from slipstream.errors import SlipstreamError
+from slipstream.first_drafter import require_first_drafter
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -66,7 +66,7 @@ def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTa
         SlipstreamError: CHECKPOINT_INVALID; TARGET_INCOMPATIBLE, a drafter for another target; SPEC_INVALID, one of
             other sizes, naming what was found and expected.
     """
-    require_directory(str(directory))
+    require_first_drafter(str(directory))
     if (directory / "checkpoints").is_dir():
         directory = newest_checkpoint(directory / "checkpoints") or directory
     is_checkpoint = (directory / MANIFEST).exists()

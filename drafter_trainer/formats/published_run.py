@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint
 from drafter_trainer.formats.provenance import read_provenance
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -12,32 +11,6 @@ from slipstream.run_spec.spec import DataSpec, RunSpec, TargetSpec, TrainSpec
 def is_published(directory: Path) -> bool:
     """Whether this is a drafter in one of the formats, and no checkpoint."""
     return (directory / "config.json").is_file()
-
-
-def require_directory(named: str | None) -> None:
-    """Refuse a `drafter.init_from` that holds no drafter before minutes are spent on compiling.
-
-    Raises:
-        SlipstreamError: CHECKPOINT_INVALID.
-    """
-    if named is None:
-        return
-    directory = Path(named)
-    remedy = "Give the trainer's path of a run, a checkpoint, or a drafter in one of the formats."
-    if not directory.is_dir():
-        found = "no directory on this machine"
-    elif (directory / "checkpoints").is_dir():
-        if newest_checkpoint(directory / "checkpoints") is not None:
-            return
-        found, remedy = "a run that has no checkpoint yet", "Wait for its first one, or begin with another drafter."
-    elif any((directory / name).exists() for name in (MANIFEST, "config.json", "training_state.pt")):
-        # The last is SpecForge's: the reader knows what to do about it.
-        return
-    else:
-        found = f"a directory without a drafter: neither {MANIFEST} nor config.json is in it"
-    raise SlipstreamError(
-        f"drafter.init_from is {named}, which is {found}", reason=Reason.CHECKPOINT_INVALID, remedy=remedy
-    )
 
 
 def run_of_published(directory: Path, target_model: str | None) -> tuple[RunSpec, str | None]:

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops, why_not_there
-from slipstream.plan.heldout import HeldoutCost, heldout_cost, read_answers
+from slipstream.plan.heldout import HeldoutAnswers, HeldoutCost, heldout_cost, read_answers
 from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
 from slipstream.plan.search import Fit, nearest_fit, single_fits
 from slipstream.plan.sizes import RunSizes, TargetSizes
@@ -67,10 +67,7 @@ def plan_run(
         SlipstreamError: SPEC_INVALID, sizes that do not go together; DATA_INVALID, held-out answers of no use, or data
             that does not fill one step.
     """
-    sizes = RunSizes.of(spec, target)
-    answers = read_answers(spec)
-    if answers is not None:
-        sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
+    sizes, answers = sizes_of_run(spec, target)
     reached = tflops or assumed_tflops(sizes, card)
     steps = total_steps(spec, data_packs)
     measuring = None
@@ -90,6 +87,18 @@ def plan_run(
         if sizes.on_cpu
         else tuple(_card_fit(sizes, gpu, _cost(spec, sizes, assumed_tflops(sizes, gpu), steps)) for gpu in GPUS),
     )
+
+
+def sizes_of_run(spec: RunSpec, target: TargetSizes) -> tuple[RunSizes, HeldoutAnswers | None]:
+    """The sizes of a run, and the answers it is measured with, where it is, and they are on this machine.
+
+    Raises:
+        SlipstreamError: as `plan_run`.
+    """
+    sizes, answers = RunSizes.of(spec, target), read_answers(spec)
+    if answers is not None:
+        sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
+    return sizes, answers
 
 
 def total_steps(spec: RunSpec, data_packs: int | None = None) -> int | None:

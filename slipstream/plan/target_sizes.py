@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import ArrayLength, read_gguf_header
 from slipstream.hub_reach import why_unreachable
+from slipstream.packaged_model import packaged_copy
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -54,6 +55,18 @@ def target_sizes(spec: TargetSpec, given: str | None = None) -> TargetSizes:
             f"target.model {spec.model!r} does not exist.", f"Check the path, or give --target-config {_EXAMPLE}"
         )
     return _sizes_of_file(_config_of_hub(spec))
+
+
+def sizes_at_hand(spec: TargetSpec) -> TargetSizes | None:
+    """The same where this machine has the files; None where it has not, or cannot read them. Nothing is asked of a hub,
+    and nothing is refused: whoever loads the model says what is wrong with it."""
+    path = _on_disk(packaged_copy(spec) or spec.model)
+    try:
+        if path is None and not is_path(spec.model):
+            path = _cached_config(spec)
+        return None if path is None else _sizes_of_file(_file_of(path) if path.is_dir() else path)
+    except (SlipstreamError, OSError, ValueError):
+        return None
 
 
 def sizes_of_numbers(text: str) -> TargetSizes:
@@ -181,19 +194,25 @@ def _sizes_of_file(path: Path) -> TargetSizes:
 
 def _config_of_hub(spec: TargetSpec) -> Path:
     # A third of a second, and only for hub names.
-    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, errors, hf_hub_download
 
     try:
         # Without asking: with no network, the client would try for half a minute before it looks there.
-        cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
-        if isinstance(cached, str):
-            return Path(cached)
+        if (cached := _cached_config(spec)) is not None:
+            return cached
         why = None if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
         if why is not None:
             raise _not_to_be_had(spec, f"{constants.ENDPOINT} cannot be reached: {why}")
         return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
     except (OSError, errors.HFValidationError, errors.HfHubHTTPError) as error:
         raise _not_to_be_had(spec, type(error).__name__) from error
+
+
+def _cached_config(spec: TargetSpec) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(spec.model, CONFIG, revision=spec.revision)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _not_to_be_had(spec: TargetSpec, why: str) -> SlipstreamError:

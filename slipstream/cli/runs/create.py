@@ -14,7 +14,9 @@ from slipstream.cli.runs.local_files import require_local_files
 from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.cli.runs.served_model import served_model
 from slipstream.cli.runs.watch import watch_run
+from slipstream.control_client import ControlClient
 from slipstream.mask_token import require_mask
+from slipstream.plan.admission import known_sizes, require_fit
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
 
@@ -24,8 +26,9 @@ def create(args: argparse.Namespace) -> int:
 
     Raises:
         SlipstreamError: SPEC_INVALID with every error of the recipe, or no mask token where the target is on this
-            machine; DATA_INVALID and MODEL_INVALID, a file that is not on this machine where all runs on it; what the
-            API refuses, such as a target that serves another model.
+            machine; DATA_INVALID, MODEL_INVALID and CHECKPOINT_INVALID, a file that is not on this machine where all
+            runs on it; OUT_OF_MEMORY, as `slipstream plan`; what the API refuses, such as a target that serves another
+            model.
     """
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
     path = recipes.find_recipe(args.recipe)
@@ -38,6 +41,7 @@ def create(args: argparse.Namespace) -> int:
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})
     with control_api(args) as client:
         require_local_files(spec, client, args.target)
+        _require_fit(spec, client)
         run = client.post("/v1/runs", body)
         if args.watch:
             return watch_run(client, args, run["name"], first=run)
@@ -53,6 +57,13 @@ def create(args: argparse.Namespace) -> int:
             say_next(args, "trainer start")
     say_next_steps(args, run)
     return 0
+
+
+def _require_fit(spec: RunSpec, client: ControlClient) -> None:
+    """As `slipstream plan` does it, for the trainers that are there; the API may lack the files that tell the sizes."""
+    if (sizes := known_sizes(spec)) is not None:
+        present = [one for one in client.listing("/v1/trainers") if one["status"] in ("FREE", "BUSY")]
+        require_fit(sizes, [(one["name"], device) for one in present for device in one["devices"]])
 
 
 def _as_sent(spec: RunSpec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from drafter_trainer.agent.devices import TrainerDevice, choose_device, find_device
 from drafter_trainer.agent.identity import check_name, default_name, open_state, storage_id
 from slipstream.errors import SlipstreamError
-from slipstream.machine_probe import GpuFacts, TorchFacts
+from slipstream.machine_probe import GpuFacts, TorchFacts, memory_bytes
 from slipstream.run_spec.reasons import Reason
 
 GPUS = tuple(
@@ -90,7 +90,7 @@ def test_gpus_by_what_torch_sees() -> None:
     facts = TorchFacts(gpus=GPUS)
     assert choose_device("auto", 0, facts) == TrainerDevice("cuda", 0, "gpu 0", 0)
     assert choose_device("cuda", 1, facts).as_json() == {"kind": "cuda", "index": 1, "name": "gpu 1", "memory_bytes": 1}
-    assert choose_device("auto", 0, TorchFacts()) == TrainerDevice("cpu")
+    assert choose_device("auto", 0, TorchFacts()) == TrainerDevice("cpu", memory_bytes=memory_bytes()[0]), "for a plan"
     refusals = [("cuda", 2, facts), ("cuda", 0, TorchFacts()), ("auto", 0, TorchFacts(problem="torch is broken"))]
     for kind, index, seen in refusals:
         with pytest.raises(SlipstreamError) as caught:

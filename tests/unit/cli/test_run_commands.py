@@ -72,6 +72,34 @@ def test_create_what_no_trainer_here_can_train(desk: Desk, slipstream: Command, 
     assert "NO_TRAINER_FITS" in slipstream("run", "ls").out
 
 
+def test_what_a_plan_refuses_is_not_created(desk: Desk, slipstream: Command, recipe: Path, tmp_path: Path) -> None:
+    """In the words of the plan, whose device is the trainer's here."""
+    desk.target()
+    desk.trainer(devices=[{"kind": "cpu", "memory_bytes": 420 << 20}])
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes | {"vocab_size": 4096}))
+    model = ("--set", f"target.model={tmp_path / 'model'}")
+    plan = slipstream("plan", recipe, *model, "--memory", "420MiB")
+    answer = slipstream("run", "create", recipe, *model)
+    assert (answer.status, plan.status) == (6, 6)
+    refused, remedy = answer.err.splitlines()
+    assert refused.startswith("error: The run needs ") and refused.endswith("the CPU of trainer t1 has 420 MiB.")
+    assert remedy.startswith("  remedy: Nearest settings that fit, with ") and remedy in plan.err.splitlines()
+    answer = slipstream("run", "create", recipe, *model, "--set", "drafter.target_layer_ids=[1,99]")
+    assert "drafter.target_layer_ids names layer 99, the target has layers 0 to 11" in answer.err
+    assert desk.get("runs")["runs"] == []
+
+
+def test_a_first_drafter_that_is_not_there_is_refused(
+    desk: Desk, slipstream: Command, recipe: Path, tmp_path: Path
+) -> None:
+    desk.target()
+    answer = slipstream("run", "create", recipe, "--set", 'drafter.init_from="runs/none"')
+    assert answer.status == 11
+    assert f"drafter.init_from is {tmp_path / 'runs' / 'none'}, which is no directory on this machine" in answer.err
+
+
 def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(
     desk: Desk, slipstream: Command
 ) -> None:
