@@ -141,10 +141,6 @@ def products() -> Times:
         for what, tensor in (("x", states), ("dy", by_output), ("W", weight)):
             found[f"cast of {what}, both layouts"] = milliseconds(lambda t=tensor: both_layouts(t))
             found[f"cast of {what}, one layout"] = milliseconds(lambda t=tensor: one_layout(t))
-            scale = quantise(tensor).scale
-            found[f"rounding of {what}, own kernel"] = milliseconds(
-                lambda t=tensor, s=scale: torch.ops.slipstream.round_both_layouts(t, s)
-            )
         times[name] = found
     return times
 

@@ -22,11 +22,6 @@ from drafter_trainer.anchors import Anchors
 TILE = 128
 """Edge of a flex tile, never changed: torch drops backward configurations whose tiles do not divide it."""
 
-KEY_REPEATS = 1
-"""How often keys and values are repeated before the kernel, where query heads share them. The backward gives all query
-heads of a key head to one program: for the first keys of a long document, which every block sees, it runs long after
-the others have ended. Repeated keys are more programs and more memory: see benchmarks/attention_options.py."""
-
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -203,9 +198,6 @@ class FlexAttention:
         mask = self.sliding if sliding else self.full
         assert mask is not None
         query_length, key_length = mask.seq_lengths
-        repeats = min(KEY_REPEATS, query.shape[0] // key.shape[0])
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
         output = flex_attention(
             _padded(query, query_length),
             _padded(key, key_length),

@@ -42,14 +42,6 @@ class RMSNorm(nn.Module):
         )
 
 
-def products_of(states: Tensor, layers: Sequence[nn.Linear], *, joined: bool) -> Sequence[Tensor]:
-    """What each layer makes of the same states [S, D]; `joined`: in one product, with the weights side by side."""
-    if not joined:
-        return [layer(states) for layer in layers]
-    weights = [layer.weight for layer in layers]
-    return functional.linear(states, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1)
-
-
 class DraftAttention(nn.Module):
     """Attention from block rows to context and block, with q/k norms, rotary positions and grouped heads."""
 
@@ -88,12 +80,10 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.joins_products = False
 
     def forward(self, states: Tensor) -> Tensor:
         """[R, D] → [R, D]."""
-        gate, up = products_of(states, (self.gate_proj, self.up_proj), joined=self.joins_products)
-        return self.down_proj(functional.silu(gate) * up)
+        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
 
 
 class DraftLayer(nn.Module):
@@ -106,15 +96,12 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        self.joins_products = False
 
     def forward(self, block: Tensor, context: LayerContext, tables: RotaryTables, attention: BlockAttention) -> Tensor:
         """block [R, D], this layer's projected context, tables of the block's positions → [R, D]."""
         states, attend = self.input_layernorm(block), self.self_attn
-        projections = attend.q_proj, attend.k_proj, attend.v_proj
-        query, key, value = products_of(states, projections, joined=self.joins_products)
-        queries = attend.queries(query, tables)
-        keys, values = attend.keys_and_values(key, value, tables)
+        queries = attend.queries(attend.q_proj(states), tables)
+        keys, values = attend.keys_and_values(attend.k_proj(states), attend.v_proj(states), tables)
         keys = torch.cat((context[0], keys), dim=1)
         values = torch.cat((context[1], values), dim=1)
         block = block + attend.output(attention(queries, keys, values, self.sliding))
@@ -154,19 +141,11 @@ class DFlashDrafter(Drafter):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recomputed_layers = 0
         """Of the first so many, keep what enters them, and compute them once more in the backward."""
-        self.joins_products = False
 
     def recompute_layers(self, count: int) -> None:
         """Less memory, more time, the same bits. The first ones: when the backward comes to them, what the others have
         kept is gone."""
         self.recomputed_layers = count
-
-    def join_products(self) -> None:
-        """All keys and values of the context, queries, keys and values of a block, gate and up. Fewer and larger
-        products, for which weights are copied side by side: worth it where they are small."""
-        self.joins_products = True
-        for layer in self._draft_layers():
-            layer.joins_products = layer.mlp.joins_products = True
 
     def attention_layout(self, kind: Literal["flex", "sdpa"]) -> AttentionLayout:
         """What `build_block_attention` must know of this drafter."""
@@ -206,9 +185,7 @@ class DFlashDrafter(Drafter):
         context = self.hidden_norm(self.fc(features))
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         attentions = [layer.self_attn for layer in self._draft_layers()]
-        projections = [linear for attend in attentions for linear in (attend.k_proj, attend.v_proj)]
-        projected = iter(products_of(context, projections, joined=self.joins_products))
-        return [attend.keys_and_values(next(projected), next(projected), tables) for attend in attentions]
+        return [attend.keys_and_values(attend.k_proj(context), attend.v_proj(context), tables) for attend in attentions]
 
     def draft(
         self,

@@ -102,10 +102,6 @@ class Drafter(nn.Module):
             remedy="Set train.activation_checkpointing = false.",
         )
 
-    def join_products(self) -> None:
-        """Compute in one product what layers make of the same states, where the architecture can: for small drafters,
-        whose step is bound by launches. Results differ by rounding at most."""
-
 
 class _DoublingContext(DraftContext):
     """Keeps the features, and takes them anew into a larger context when one is full."""

@@ -37,9 +37,6 @@ _LARGEST = torch.finfo(FP8).max
 _SMALLEST_MAXIMUM = 1e-30
 _HEAD_ROWS_AT_ONCE = 4096
 _FORWARD_TOO = ".mlp."
-OWN_ROUNDING = False
-"""Gradients are rounded by our own kernel; off until a GPU has run and measured it. The compiler's takes a twentieth of
-a step longer at the size of Qwen3-8B."""
 _REMEDY = "Train without: --set train.fp8=false"
 
 _log = logging.getLogger(__name__)
@@ -68,35 +65,8 @@ def round_to(tensor: Tensor, scale: Tensor) -> Tensor:
     return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8).contiguous()
 
 
-@torch.library.custom_op("slipstream::round_both_layouts", mutates_args=())
-def _round_both_layouts(matrix: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """matrix [R, C] / scale in FP8, and its transpose, both contiguous.
-
-    An operator of its own, so that the compiler does not join it with the norm's backward, which reads the same tensor:
-    that kernel walks along rows, and writing the transpose from there took ten times as long.
-    """
-    if not matrix.is_cuda:
-        values = round_to(matrix, scale)
-        return values, values.t().contiguous()
-    # Here, because triton comes with CUDA's torch only.
-    from drafter_trainer.fp8_kernel import round_tiles
-
-    values = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
-    transposed = torch.empty(matrix.shape[::-1], dtype=FP8, device=matrix.device)
-    round_tiles(matrix.contiguous(), scale, values, transposed)
-    return values, transposed
-
-
-@_round_both_layouts.register_fake
-def _(matrix: Tensor, _scale: Tensor) -> tuple[Tensor, Tensor]:
-    return matrix.new_empty(matrix.shape, dtype=FP8), matrix.new_empty(matrix.shape[::-1], dtype=FP8)
-
-
 def both_layouts(matrix: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """matrix [R, C] / scale in FP8, and its transpose, both contiguous."""
-    if OWN_ROUNDING:
-        rows, columns = torch.ops.slipstream.round_both_layouts(matrix, scale)
-        return rows, columns
     rows = round_to(matrix, scale)
     return rows, rows.t().contiguous()
 

@@ -38,9 +38,6 @@ from slipstream.telemetry.logs import log_event
 from slipstream.wire.tensor_names import LAST_HIDDEN_STATE
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_JOINED_WIDTH = 0
-"""Hidden size up to which products of the same states are joined: their number costs more there than copied weights.
-Nowhere until a GPU has measured it; 1024 is the guess."""
 _ANCHOR_POSITIONS, _ANCHOR_VALID = "anchor_positions", "anchor_valid"
 
 _log = logging.getLogger(__name__)
@@ -108,8 +105,6 @@ class TrainingStep:
         self.drafter = drafter.to_empty(device=self.device)
         if spec.recomputed_layers:
             self.drafter.recompute_layers(spec.recomputed_layers)
-        if self.device.type == "cuda" and config.hidden_size <= _JOINED_WIDTH and not spec.train.fp8:
-            self.drafter.join_products()
         self._recorder = self._make_recorder(spec)
         self.optimizer = DrafterOptimizer(
             self.drafter, spec.optimizer, compute_dtype=self._compute_dtype, fused=self._fused_update(spec)

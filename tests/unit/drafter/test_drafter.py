@@ -190,24 +190,3 @@ def test_every_slot_depends_on_the_embedding_of_mask() -> None:
         before = run(drafter, pack, anchors, features, embed)
         embed[MASK_TOKEN] += 1.0
         assert ((run(drafter, pack, anchors, features, embed) - before).norm(dim=1) > 1e-3).all()
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_joined_products_are_the_same_drafter(window: int | None) -> None:
-    """Values and gradients of every parameter, in float64: only the grouping of products differs."""
-    results = []
-    for joined in (False, True):
-        drafter = tiny_drafter(tiny_config(4, window=window)).double()
-        if joined:
-            drafter.join_products()
-            assert all(layer.joins_products and layer.mlp.joins_products for layer in drafter.layers)
-        pack = packed([20, 12], 40)
-        anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], 6, 0, 0)
-        generator = torch.Generator().manual_seed(0)
-        features = torch.randn(40, 2 * drafter.config.hidden_size, generator=generator, dtype=torch.float64)
-        rows = torch.randn(24, drafter.config.hidden_size, generator=generator, dtype=torch.float64)
-        positions = (anchors.positions[:, None] + torch.arange(4)).flatten()
-        attention = build_block_attention(drafter.attention_layout("sdpa"), anchors, pack["position_ids"])
-        hidden = drafter(features, rows, pack["position_ids"], positions, attention)
-        results.append([hidden, *torch.autograd.grad(hidden.square().sum(), list(drafter.parameters()))])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-9)
