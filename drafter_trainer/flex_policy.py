@@ -32,7 +32,7 @@ from slipstream.compile_guards import MINIMUM_TORCH, disabling_variables, guards
 from slipstream.compiled_code import compiled_graphs, with_own_code
 from slipstream.errors import SlipstreamError
 from slipstream.gpu_limits import gpu_limits
-from slipstream.machine_probe import package_version
+from slipstream.machine_probe import memory_bytes, package_version
 from slipstream.run_spec.reasons import Reason
 
 P = ParamSpec("P")
@@ -256,6 +256,7 @@ def describe_failure(error: BaseException, shapes: Mapping[str, tuple[int, ...]]
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "graphs": str(compiled_graphs()),
+        "host_memory": "{} MiB, {} of them available".format(*(size >> 20 for size in memory_bytes())),
     }
     if torch.cuda.is_available():
         driver = Path("/proc/driver/nvidia/version")

@@ -31,6 +31,8 @@ from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import WaitInterruptedError
 
 _NOTHING_SAVED = -1
+_MOST_NAMED = 8
+"""Packs, in a message."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class TrainingLoop:
         self._measured: tuple[int, HeldoutResult | None] = (standing.next_step, None)
         """Steps trained by then, and what was found."""
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._bad_packs: tuple[int, ...] = ()
+        """Packs of the last step that was not applied."""
 
     def run(self) -> None:
         """Train.
@@ -235,6 +239,7 @@ class TrainingLoop:
         loop, train = self.standing.loop, self._parts.spec.train
         failed = numbers is not None and not numbers.applied
         if numbers is not None and failed:
+            self._bad_packs = numbers.not_finite
             log_event(
                 _log,
                 "warning",
@@ -262,9 +267,12 @@ class TrainingLoop:
         return self.standing.loop.not_finite_in_row >= self._parts.spec.train.max_not_finite_steps
 
     def _not_finite(self, besides: str = "") -> SlipstreamError:
+        packs = ", ".join(map(str, self._bad_packs[:_MOST_NAMED])) + (
+            ", …" if len(self._bad_packs) > _MOST_NAMED else ""
+        )
         return SlipstreamError(
             f"Loss or gradient was not finite in {self.standing.loop.not_finite_in_row} steps in a row, up to step "
-            f"{self.standing.next_step - 1}; none of them was applied.{besides}",
+            f"{self.standing.next_step - 1} (packs {packs}); none of them was applied.{besides}",
             reason=Reason.LOSS_NOT_FINITE,
             remedy=f"The last good checkpoint is kept: {self.standing.last_checkpoint or 'none yet'}. Lower "
             "optimizer.learning_rate, look at the packs that step_not_applied names in the log, or train in float32.",

@@ -319,6 +319,8 @@ def test_a_full_disk_does_not_hide_a_loss_that_blew_up(
     monkeypatch.setattr(MetricsFile, "append", fill)
     monkeypatch.setattr(checkpoint_module, "write_safetensors", find_no_room)
     explosive = ("optimizer.learning_rate=1e38", "optimizer.warmup_fraction=0", "checkpoint.every_steps=3")
-    with pytest.raises(SlipstreamError, match=r"3 steps in a row, up to step 3; .* The disk is full, too\.") as caught:
+    with pytest.raises(
+        SlipstreamError, match=r"3 steps in a row, up to step 3 \(packs 3\); .* The disk is full, too\."
+    ) as caught:
         LiveRun(recipe, address, tmp_path, *explosive, "name=explosive").train()
     assert caught.value.reason is Reason.LOSS_NOT_FINITE and "learning_rate" in caught.value.remedy

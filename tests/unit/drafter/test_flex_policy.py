@@ -267,6 +267,7 @@ def test_a_failure_is_described_with_shapes_and_versions() -> None:
     assert report["error"] == "RuntimeError: guard failed"
     assert report["shapes"] == "input_ids (2048,)"
     assert report["torch"] == str(torch.__version__)
+    assert report["host_memory"].endswith(" of them available")
 
 
 def test_a_head_size_that_the_card_cannot_take_is_refused_in_the_doctors_words(
