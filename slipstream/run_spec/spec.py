@@ -114,7 +114,7 @@ class DrafterSpec(Section):
     """Width of the MLP."""
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     """One entry per draft layer; default: all full_attention."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: Annotated[int, Field(gt=0, lt=1 << 31)] | None = None
     """Window of the sliding layers, in positions."""
     init_from: Name | None = None
     """Directory of the drafter that step 0 begins with, on the trainer's machine: a checkpoint, or one in the format of
@@ -227,7 +227,7 @@ class OptimizerSpec(Section):
 class TrainSpec(Section):
     """The training loop. The run ends at max_steps, max_tokens or epochs, whichever is set and comes first."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     """Initial weights, anchors. Runs that differ only here share one stream."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "bfloat16"

@@ -188,6 +188,8 @@ def test_missing_tables_say_what_they_need(tmp_path: Path) -> None:
         ("target.compile='never'", "target.compile: found \"never\" (string), expected 'auto', true or false"),
         ("drafter.options={a=[1]}", "drafter.options.a: found [1] (array), expected true, false, a number or a string"),
         ("data.files=[1]", "data.files.0: found 1 (integer), expected a string"),
+        ("train.seed=18446744073709551616", "train.seed: found 18446744073709551616 (integer), expected less than 1.8"),
+        ("drafter.sliding_window=2147483648", "expected less than 2147483648"),
         ("train.epochs=10001", "found 10001 (integer), expected at most 10000"),
         ("data.pack_tokens=12800000000000", "expected at most 16777216"),
         ("data.files=[]", "data.files: found [] (array), expected at least 1 entry"),
