@@ -15,6 +15,7 @@ from slipstream.run_spec.reasons import Reason
 
 NEWEST = ("", "latest")
 """What chooses the newest one."""
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _NUMBER = re.compile(r"(?:step-)?0*(\d+)")
 
 
@@ -119,5 +120,12 @@ def _run_directory(run: str, home: Path | None) -> Path:
         f"there is no checkpoint or run {run!r}; looked for {', '.join(map(str, looked_for))}",
         reason=Reason.CHECKPOINT_INVALID,
         remedy="Name a run or its directory, with @STEP for another checkpoint than the newest: `slipstream run ls` "
-        "lists the runs, `slipstream checkpoint ls RUN` the checkpoints of one.",
+        "lists the runs, `slipstream checkpoint ls RUN` the checkpoints of one." + _how_to_fetch(run),
     )
+
+
+def _how_to_fetch(name: str) -> str:
+    """What to do with the name of a published drafter; nothing where it is rather a path."""
+    if not _HUB_NAME.fullmatch(name) or Path(name).parent.exists():
+        return ""
+    return f" A drafter of a hub is downloaded first: `hf download {name} --local-dir DIR`, then give DIR."
