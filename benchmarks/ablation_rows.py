@@ -1,9 +1,10 @@
 """From finished variants of benchmarks/ablations.py to its rows and its table."""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.ablation_variants import BASE
+from benchmarks.ablation_variants import BASE, BASE_SEEDS, FP8_SEEDS
 from benchmarks.accepted_length import ALL, Measured, difference_interval, interval, ratio_interval
 from benchmarks.results_file import Row
 
@@ -32,7 +33,32 @@ def make_rows(variants: Mapping[str, dict[str, Any]]) -> list[Row]:
             speed = found["tokens_per_second"]
             metric = "trained tokens/s, padding included, variant ÷ base"
             rows.append(Row(name, metric, "tokens/s", speed, base_speed, BASE, speed / base_speed))
-    return rows
+    return [*rows, *_fp8_row(variants)]
+
+
+def _fp8_row(variants: Mapping[str, dict[str, Any]]) -> list[Row]:
+    """Whether FP8 costs accepted length: its mean over seeds may lie below bfloat16's by twice their deviation."""
+    if not {*BASE_SEEDS, *FP8_SEEDS} <= variants.keys():
+        return []
+    in_bfloat16, in_fp8 = (
+        [Measured.of(variants[name]["evaluation"]).accepted_length(ALL) for name in seeds]
+        for seeds in (BASE_SEEDS, FP8_SEEDS)
+    )
+    allowed = 2 * statistics.stdev(in_bfloat16)
+    missing = statistics.mean(in_bfloat16) - statistics.mean(in_fp8)
+    return [
+        Row(
+            f"fp8, {len(FP8_SEEDS)} seeds",
+            "accepted length, twice the standard deviation of bfloat16's seeds ÷ what FP8's mean is below theirs",
+            "tokens",
+            missing,
+            allowed,
+            "twice the standard deviation",
+            # At most 100: what is not below at all has no ratio.
+            min(allowed / missing, 100.0) if missing > 0 else 100.0,
+            floor=1.0,
+        )
+    ]
 
 
 def markdown(variants: Mapping[str, dict[str, Any]]) -> str:

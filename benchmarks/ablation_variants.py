@@ -63,3 +63,5 @@ VARIANTS = (
     Variant("adamw lr 6e-4", "learning rate", (*ADAMW, "optimizer.learning_rate=6e-4"), steps_of="adamw"),
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}
+BASE_SEEDS = (BASE, "base, another seed", "base, third seed")
+FP8_SEEDS = ("fp8", "fp8, another seed", "fp8, third seed")

@@ -148,10 +148,14 @@ def _section(result: dict[str, Any]) -> str:
     text = f"\n{_provenance(result)}.\n"
     if "note" in result.get("settings", {}) and result["settings"]["note"]:
         text += f"\nTo know: {result['settings']['note']}\n"
+    rows = result["rows"]
     if "variants" in result:
-        return f"{text}\n{markdown(result['variants'])}"
+        text += f"\n{markdown(result['variants'])}"
+        rows = [row for row in rows if verdict(row)]
+        if not rows:
+            return text
     lines = ["\n| case | what | ours | baseline | ratio | floor | goal | |", "|---|---|--:|--:|--:|--:|--:|---|"]
-    lines += [_line(row) for row in result["rows"]]
+    lines += [_line(row) for row in rows]
     return text + "\n".join(lines) + "\n"
 
 
