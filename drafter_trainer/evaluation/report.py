@@ -213,9 +213,8 @@ def answers_in_words(report: dict[str, Any]) -> list[str]:
             f"Learned from another model's answers: {found['written_by']} wrote {found['file']}, not the target. "
             f"Drafts are then accepted less, down to about 1.0. {REMEDY}"
         ]
-    results = report["by_setting"][0]["results"]
-    lengths = [row["all"]["accepted_length"] for label, row in results.items() if label == TRAINED]
-    if not lengths or lengths[0] is None or lengths[0] >= LOW_ACCEPTED_LENGTH:
+    lengths = [one["results"][TRAINED]["all"]["accepted_length"] for one in report["by_setting"]]
+    if any(length is None or length >= LOW_ACCEPTED_LENGTH for length in lengths):
         return []
     return [
         f"Accepted length is about 1.0: hardly trained, or trained on answers that the target did not write (nothing "
