@@ -86,6 +86,8 @@ def _observe(session: Session, assignment: Assignment, report: AssignmentReport,
     assignment.observed = report.state
     assignment.target_unreachable = report.target_unreachable
     run.transport = report.transport or run.transport
+    if report.data is not None:
+        run.data = report.data.model_dump(mode="json")
     if report.progress is not None:
         run.steps = report.progress.step
         run.total_steps = report.progress.total_steps or run.total_steps

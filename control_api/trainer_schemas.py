@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from control_api.schemas import (
+from control_api.data_account import DataAccount
+from control_api.field_types import (
     LARGEST,
     Body,
     Count,
@@ -195,6 +196,8 @@ class AssignmentReport(Body):
     """The child waits for its target, which does not answer, loads, drains or cannot write its ledger."""
     transport: ShortText | None = None
     """How packs come to the child, `shm` or `grpc`; null: it has not said it yet."""
+    data: DataAccount | None = None
+    """What the target found in the run's data; null: not known yet, or unchanged since a report that was answered."""
     metrics: MetricBatch | None = None
     logs: LogBatch | None = None
     events: Annotated[list[TrainerEvent], Field(max_length=MAX_EVENTS_PER_HEARTBEAT, default_factory=list)]

@@ -138,6 +138,7 @@ def _run(session: Session, row: Run) -> dict[str, Any]:
         "throughput": _throughput(records, row.stream_stats or {}),
         "latest_metrics": records[0] if records else None,
         "heldout": _heldout(session, row),
+        "data": row.data,
         "transport": row.transport,
         "packs_held_back": (row.stream_stats or {}).get("packs_held_back"),
         "conditions": [one | {"since": moment(one["since"])} for one in row.conditions],

@@ -7,7 +7,7 @@ end, and the training process saves and leaves, so that it does not train on for
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,6 +46,10 @@ class AgentLine:
     def reads_over(self, transport: str) -> None:
         """How packs come from the target to this process: `shm` or `grpc`."""
         self._tell(transport=transport)
+
+    def data_read(self, account: Mapping[str, Any]) -> None:
+        """What the target found in the run's data: see `DataReport.account`."""
+        self._tell(data=account)
 
     def joined(self, next_step: int, total_steps: int) -> None:
         """The run has its place at the target."""

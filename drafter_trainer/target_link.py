@@ -28,6 +28,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import TargetClient
+from slipstream.wire.data_report import DataReport
 from slipstream.wire.transports import PayloadReader, PayloadRef, choose_reader
 
 _START_POSITIONS = {
@@ -84,6 +85,10 @@ class WaitNotice:
     def greeted(self, transport: str) -> None:
         """The target has answered, and packs will be read over this transport."""
         self._agent.reads_over(transport)
+
+    def opened(self, report: DataReport) -> None:
+        """The target has read the run's data, and found this."""
+        self._agent.data_read(report.account())
 
     def over(self) -> None:
         """For TargetClient's `on_answer`. Others may wait on; once none does, the next wait is news again."""
@@ -195,6 +200,7 @@ class TargetLink:
                 self.end_sequence_number = opened.first_sequence_number + opened.total_packs
             self.quarantined = frozenset(position.quarantined)
             self._seek(position.next_step, opened.incarnation, position.incarnation)
+        self._notice.opened(DataReport.model_validate_json(opened.data_report_json))
         return opened
 
     @property

@@ -10,8 +10,9 @@ from sqlalchemy.orm import Session
 from control_api import views
 from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run
 from control_api.exporter import ExportRequest
+from control_api.field_types import LARGEST
 from control_api.routes.responses import refusals
-from control_api.schemas import LARGEST, ExportCreate, ExportList, ExportPublic
+from control_api.schemas import ExportCreate, ExportList, ExportPublic
 from control_api.store import checkpoints
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason

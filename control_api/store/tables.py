@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -65,6 +65,8 @@ class Run(Table):
     """What its target said of its stream last; the fields of target_visit.StreamStats."""
     heldout: Mapped[dict[str, Any] | None]
     """The newest measurement on held-out answers; the fields of schemas.HeldoutMeasure."""
+    data: Mapped[dict[str, Any] | None]
+    """What was found in its data; the fields of data_account.DataAccount."""
     transport: Mapped[str | None]
     """What its newest training process chose."""
     created_at: Mapped[float]

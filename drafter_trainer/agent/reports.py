@@ -25,6 +25,8 @@ class Standing:
     target_unreachable: bool = False
     transport: str | None = None
     """How packs come to the process; None while it has not said it."""
+    data: Mapping[str, Any] | None = None
+    """What was found in the run's data; None while it has not said it."""
     exit: Mapping[str, Any] | None = None
 
 
@@ -38,6 +40,7 @@ class _Sent:
     is_whole: bool = True
     """Metrics and log up to their ends."""
     metrics_end: int = 0
+    data: Mapping[str, Any] | None = None
 
 
 class Reporter:
@@ -50,6 +53,7 @@ class Reporter:
         self._next_line = assignment.next_log_line
         self._events: list[dict[str, Any]] = []
         self._known_checkpoints: list[dict[str, Any]] | None = None
+        self._known_data: Mapping[str, Any] | None = None
         self._sent = _Sent()
         self.heard_state: str | None = None
         """The state in the newest report that was answered."""
@@ -80,6 +84,7 @@ class Reporter:
             "run_uid": self._assignment.run_uid,
             "target_unreachable": standing.target_unreachable,
             "transport": standing.transport,
+            "data": standing.data if standing.data != self._known_data else None,
             "events": self._events[:_MAX_EVENTS],
             "checkpoints": None,
             "exit": standing.exit,
@@ -98,7 +103,12 @@ class Reporter:
             report["checkpoints"] = checkpoints
         report["state"] = standing.state if is_whole or standing.state not in ENDING else self._sent.state
         self._sent = _Sent(
-            report["state"], len(report["events"]), checkpoints, is_whole, metrics.first + len(metrics.records)
+            report["state"],
+            len(report["events"]),
+            checkpoints,
+            is_whole,
+            metrics.first + len(metrics.records),
+            standing.data,
         )
         return report
 
@@ -110,6 +120,7 @@ class Reporter:
         self.heard_state = self._sent.state
         del self._events[: self._sent.num_events]
         self._known_checkpoints = self._sent.checkpoints
+        self._known_data = self._sent.data
         self._next_metric = acknowledged["next_metric_index"]
         self._next_line = acknowledged["next_log_line"]
         missing = self._next_metric < self._sent.metrics_end

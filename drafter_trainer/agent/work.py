@@ -60,6 +60,7 @@ class Work:
         self._is_at_rest = False
         self._target_unreachable = False
         self._transport: str | None = None
+        self._data: dict[str, Any] | None = None
         self.child: Child | None = None
         self.reporter = Reporter(assignment, self._files)
         self.is_retired = False
@@ -73,7 +74,9 @@ class Work:
     @property
     def standing(self) -> Standing:
         """Now."""
-        return Standing(self._state(), self._total_steps, self._target_unreachable, self._transport, self._exit)
+        return Standing(
+            self._state(), self._total_steps, self._target_unreachable, self._transport, self._data, self._exit
+        )
 
     def _state(self) -> str:
         if self._outcome is not None:
@@ -106,6 +109,7 @@ class Work:
         status = child.poll()
         self._total_steps = child.told.get("total_steps", self._total_steps)
         self._transport = child.told.get("transport", self._transport)
+        self._note_data(child.told.get("data"))
         self._target_unreachable = status is None and child.told.get("waits_for_target") is not None
         if status is not None:
             self.child = None
@@ -118,6 +122,15 @@ class Work:
             log_event(_log, "warning", "child_killed", run=self.assignment.run, pid=child.pid)
             child.is_late = True
             child.kill()
+
+    def _note_data(self, data: dict[str, Any] | None) -> None:
+        if data is None or data == self._data:
+            return
+        self._data = data
+        if data["num_dropped"]:
+            why = "; ".join(f"{one['count']:,}: {one['words']}" for one in data["dropped"])
+            message = f"{data['num_dropped']:,} of {data['read']:,} records gave nothing to learn from. {why}."
+            self.reporter.add_event("RECORDS_DROPPED", message, {"num_dropped": data["num_dropped"]})
 
     def _conclude(self, child: Child, status: int, now: float) -> None:
         end = child.told.get("end")

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from slipstream.counted import counted
 
 MAX_EXAMPLES = 5
+_LONGEST_EXAMPLE = 255
 
 
 class Finding(StrEnum):
@@ -51,6 +52,11 @@ class Finding(StrEnum):
     WRONG_SUFFIX = "wrong_suffix"
     BYTE_ORDER_MARK = "byte_order_mark"
     CRLF_LINES = "crlf_lines"
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return _WORDS[self]
 
 
 _WORDS = {
@@ -105,7 +111,7 @@ class FindingCount(BaseModel):
     def in_words(self) -> str:
         """One line for a person, e.g. `3 dropped: …` without the verb."""
         more = ", …" if self.count > len(self.examples) else ""
-        return f"{self.count}: {_WORDS[self.finding]} ({', '.join(self.examples)}{more})"
+        return f"{self.count}: {self.finding.words} ({', '.join(self.examples)}{more})"
 
 
 class DataReport(BaseModel):
@@ -139,6 +145,24 @@ class DataReport(BaseModel):
     def count(self, finding: Finding) -> int:
         """Conversations with this finding, dropped or noted; 0 if none."""
         return sum(entry.count for entry in (*self.dropped, *self.notes) if entry.finding is finding)
+
+    def account(self) -> dict[str, Any]:
+        """What was dropped and why, in numbers and words: short enough to travel with a heartbeat."""
+        return {
+            "read": self.read,
+            "used": self.used,
+            "other_split": self.other_split,
+            "num_dropped": self.num_dropped,
+            "dropped": [
+                {
+                    "finding": entry.finding.value,
+                    "words": entry.finding.words,
+                    "count": entry.count,
+                    "examples": [where[:_LONGEST_EXAMPLE] for where in entry.examples],
+                }
+                for entry in self.dropped
+            ],
+        }
 
     def summary_lines(self) -> list[str]:
         """The report in words, most important first, one line each."""

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from drafter_trainer.agent.restarts import Failure
 from drafter_trainer.agent.run_files import MAX_LINES, RunFiles
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.states import DesiredState
+from slipstream.wire.data_report import MAX_EXAMPLES, Finding, ReportBuilder
 from tests.fakes.control_plane import SPEC, record
 
 ASSIGNMENT = api.Assignment(
@@ -38,6 +40,15 @@ GARBAGE = {
     "short": b"\xff\n" * 999,
     "deep": b"[" * 2**18,
 }
+
+
+def worst_data() -> dict[str, Any]:
+    """Every finding, with examples of the longest names."""
+    found = ReportBuilder()
+    for finding in Finding:
+        for number in range(MAX_EXAMPLES + 1):
+            found.drop(finding, f"{'n' * 4096}.jsonl:{number}")
+    return found.build("train").account()
 
 
 def test_versions_and_limits_agree() -> None:
@@ -72,7 +83,9 @@ def test_heartbeats_whatever_lies_in_the_files(tmp_path: Path, garbage: bytes) -
     reporter.add_event("CHILD_STARTED", "\udcff\0" * 9999, {"child": 1, "pid": 2})
     failure = Failure(Reason.INTERNAL, "\udcff\0\n" * 9999, "x" * 9999, -9)
     ended = exit_report(failure, child=1, log_tail=files.log_tail(), will_restart=False)
-    report = reporter.build(Standing("FAILED", total_steps=9, target_unreachable=True, transport="shm", exit=ended))
+    report = reporter.build(
+        Standing("FAILED", total_steps=9, target_unreachable=True, transport="shm", data=worst_data(), exit=ended)
+    )
     body = json.dumps({"instance_id": "5f0c", "leaving": False, "report": report}, ensure_ascii=False).encode()
     assert len(body) < 2**20
     read = api.HeartbeatReport.model_validate_json(body)

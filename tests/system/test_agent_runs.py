@@ -48,6 +48,8 @@ def test_verbs_and_a_control_api_that_is_away(stack: Stack, tiny_recipe: Path, u
     stack.create("verbs", *LENGTH)
     agent.wait_for_line("reported run=verbs state=RUNNING", timeout=90)
     assert stack.state("verbs") == "RUNNING"
+    data = stack.client.get("/v1/runs/verbs")["data"]
+    assert data["read"] == data["used"] > 0 and data["dropped"] == [], "what the target found in the data"
 
     stack.faults.wait_until_held(10)
     stack.api.kill()

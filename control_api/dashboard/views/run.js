@@ -37,6 +37,7 @@ class RunView {
   #isRefreshPending = false;
   #checkpointStep = null;
   #state = badge("PENDING");
+  #data = h("section", { class: "card", id: "dropped", hidden: true });
   #note = h("p", { class: "remark" });
   #notices = h("div", {});
   #bar = h("progress", { max: "1", id: "progress", "aria-label": "Progress" });
@@ -102,7 +103,7 @@ class RunView {
         h("div", { class: "stack" },
           h("section", { class: "card" }, h("h2", {}, "Trainer and target"), this.#workers, this.#holdPacks.node),
           h("section", { class: "card" }, h("h2", {}, "Checkpoints"), this.#checkpoints.node, this.#exports.node))),
-      this.#logs.node, this.#definition.node);
+      this.#data, this.#logs.node, this.#definition.node);
     this.#charts = new ChartGroup(this.#chartArea, this.#series, this.#signal);
     this.#definition.show(this.#run);
   }
@@ -202,6 +203,7 @@ class RunView {
     this.#holdPacks.show(run);
     this.#showNotices(run);
     this.#showProgress(run);
+    this.#showDropped(run.data);
     const latest = run.latest_metrics;
     this.#figures.loss.show(measure(latest?.loss), this.#mean("loss"));
     this.#figures.accepted.show(measure(latest?.mean_matched_prefix_with_bonus), this.#mean("accepted"));
@@ -220,6 +222,19 @@ class RunView {
     this.#figures.heldout.show(measure(heldout?.latest?.accepted_length),
       best ? `best ${measure(best.accepted_length)} at step ${integer(best.step)}` : "");
     this.#figures.heldout.node.title = sources(heldout?.latest);
+  }
+
+  /** Records that gave nothing to learn from; nobody needs to be told that there are none. */
+  #showDropped(data) {
+    setShown(this.#data, data !== null && data.num_dropped > 0);
+    const key = JSON.stringify(data);
+    if (this.#data.hidden || this.#data.dataset.key === key) return;
+    this.#data.dataset.key = key;
+    fill(this.#data,
+      h("h2", {}, `${integer(data.num_dropped)} of ${plural(data.read, "record")} dropped`),
+      h("ul", { class: "rows" }, data.dropped.map((one) => h("li", { class: "row" },
+        h("span", {}, `${integer(one.count)}: ${one.words}`),
+        h("span", { class: "detail" }, one.examples.join(", "), one.count > one.examples.length ? ", …" : "")))));
   }
 
   /** One step is noise; what the last ones say together. */

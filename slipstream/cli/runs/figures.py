@@ -35,6 +35,18 @@ def heldout_words(measured: Json | None) -> str:
     return f"{heldout_length(measured)} at step {measured['step']}" + (f" ({sources})" if sources else "")
 
 
+def data_words(data: Json | None) -> str:
+    """`97 of 100 records, 3 dropped`, and a line for each reason; what is known of it."""
+    if data is None:
+        return ""
+    apart = f", {data['other_split']:,} of the other split" if data["other_split"] else ""
+    lines = [f"{data['used']:,} of {data['read']:,} records used{apart}, {data['num_dropped']:,} dropped"]
+    for one in data["dropped"]:
+        more = ", …" if one["count"] > len(one["examples"]) else ""
+        lines.append(f"dropped {one['count']:,}: {one['words']} ({', '.join(one['examples'])}{more})")
+    return "\n".join(lines)
+
+
 def sources_words(measured: Json) -> str:
     """`chat 1.300, code 1.315`."""
     return ", ".join(f"{source} {measure(length)}" for source, length in sorted(measured["by_source"].items()))

@@ -138,6 +138,7 @@ def _fields(run: Mapping[str, Any]) -> dict[str, str]:
         "progress": figures.progress_words(run),
         "accepted length, held out": figures.heldout_words(heldout.get("latest")),
         "best checkpoint": best,
+        "data": figures.data_words(run.get("data")),
         "waits for packs": f"{percent(waits)} of the time" if waits is not None else "",
         "target computes": f"{target_pace} tokens/s" if target_pace != ABSENT else "",
         "bottleneck": str(throughput.get("bottleneck") or ""),

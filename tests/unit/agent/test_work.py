@@ -96,6 +96,20 @@ def test_waiting_for_the_target(bench: Bench) -> None:
     bench.until(lambda: bench.work.standing.exit is not None)
 
 
+def test_dropped_records_are_an_event_once(bench: Bench) -> None:
+    account = {"read": 9, "used": 7, "other_split": 0, "num_dropped": 2,
+               "dropped": [{"finding": "x", "words": "too long", "count": 2, "examples": []}]}  # fmt: skip
+    bench.child(f"line.data_read({account!r}); record(0); until('again'); line.data_read({account!r}); until('end')")
+    bench.until(lambda: bench.work.standing.data == account)
+    bench.signal("again")
+    bench.signal("end")
+    bench.until(lambda: bench.work.standing.exit is not None)
+    told = [one for one in bench.work.reporter.build(bench.work.standing)["events"] if one["type"] == "RECORDS_DROPPED"]
+    assert [one["message"] for one in told] == ["2 of 9 records gave nothing to learn from. 2: too long."]
+    bench.work.reporter.answered({"next_metric_index": 0, "next_log_line": 0})
+    assert bench.work.reporter.build(bench.work.standing)["data"] is None, "it was heard"
+
+
 def test_crashes_are_restarted_later_and_later_until_it_is_enough(bench: Bench) -> None:
     bench.child("print('last words'); os.kill(os.getpid(), signal.SIGSEGV)")
     for number, delay in ((1, 1.0), (2, 2.0), (3, 4.0)):

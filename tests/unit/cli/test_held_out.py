@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from slipstream.wire.data_report import Finding, ReportBuilder
 from tests.fakes.control_plane import Desk, checkpoint, record, report
 from tests.unit.cli.conftest import Command
 
@@ -48,6 +49,19 @@ def test_checkpoints(measured: Desk, slipstream: Command) -> None:
         ["-", "-"],
     ]
     assert answer.err == "next: slipstream eval demo@best\n"
+
+
+def test_what_was_dropped_of_the_data(desk: Desk, slipstream: Command) -> None:
+    found = ReportBuilder()
+    found.read, found.used = 2000, 1993
+    for line in range(7):
+        found.drop(Finding.NO_ASSISTANT_TURN, f"a.jsonl:{line}")
+    work = desk.running()
+    assert "\ndata " not in slipstream("run", "get", "demo").out, "not known yet"
+    desk.beat(report=report(work, "RUNNING", data=found.build("train").account()))
+    shown = " ".join(slipstream("run", "get", "demo").out.split())
+    assert "data 1,993 of 2,000 records used, 7 dropped dropped 7: no turn of the assistant (a.jsonl:0, " in shown
+    assert "a.jsonl:4, …)" in shown
 
 
 def test_nothing_is_said_where_nothing_is_measured(desk: Desk, slipstream: Command) -> None:

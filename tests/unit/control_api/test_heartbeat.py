@@ -3,6 +3,7 @@
 import pytest
 from fastapi.testclient import TestClient
 
+from slipstream.wire.data_report import Finding, ReportBuilder
 from tests.fakes.control_plane import Desk, checkpoint, record, report
 
 GAVE_UP = {"child": 4, "reason": "OUT_OF_MEMORY", "message": "full.", "will_restart": False}
@@ -132,6 +133,23 @@ def test_held_out_acceptance_and_transport_of_a_run(desk: Desk) -> None:
     run = desk.get("runs/demo")
     assert (run["heldout"]["best"]["step"], run["transport"]) == (2, "grpc")
     assert len(desk.get("runs/demo/events")["events"]) == events + 1, "step 2 lies elsewhere, in this test"
+
+
+def test_what_was_dropped_of_a_runs_data(desk: Desk) -> None:
+    work = desk.running()
+    assert desk.get("runs/demo")["data"] is None
+    found = ReportBuilder()
+    found.read, found.used = 100, 97
+    for line in (3, 5, 8):
+        found.drop(Finding.ANSWERS_CUT_AWAY, f"a.jsonl:{line}")
+    account = found.build("train").account()
+    desk.beat(report=report(work, "RUNNING", data=account))
+    desk.beat(report=report(work, "RUNNING"))
+    said = desk.get("runs/demo")["data"]
+    assert (said["read"], said["used"], said["num_dropped"]) == (100, 97, 3)
+    (dropped,) = said["dropped"]
+    assert (dropped["finding"], dropped["count"], dropped["examples"][0]) == ("answers_cut_away", 3, "a.jsonl:3")
+    assert dropped["words"] == Finding.ANSWERS_CUT_AWAY.words
 
 
 def test_a_run_that_is_to_measure_says_so_before_it_has(desk: Desk) -> None:
