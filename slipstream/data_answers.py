@@ -43,7 +43,7 @@ def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[st
     Args:
         entries: `data.files`.
         model: the target as the recipe names it.
-        fingerprints: of the target, one for each dtype; none: names alone are compared.
+        fingerprints: of the target, one for each dtype; none: the last parts of names are compared.
     """
     found = [one for entry in entries for one in _unproven(entry, model, fingerprints)]
     known = [one for one in found if one.written_by is not None]
@@ -68,10 +68,15 @@ def _unproven(entry: str, model: str, fingerprints: Sequence[str]) -> Iterator[U
     for file in files:
         settings = _settings_of(file)
         name, fingerprint = settings.get("target"), settings.get("target_fingerprint")
-        is_own = fingerprint in fingerprints if fingerprints else name == model
+        # A directory here is often called as the model is at a hub, and elsewhere.
+        is_own = fingerprint in fingerprints if fingerprints else name is not None and _last(str(name)) == _last(model)
         if not is_own:
-            named = Path(str(name)).name if name and is_path(str(name)) else name
+            named = _last(str(name)) if name and is_path(str(name)) else name
             yield Unproven(file.name, str(named) if named else None, str(fingerprint) if fingerprint else None)
+
+
+def _last(name: str) -> str:
+    return Path(name).name
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -21,7 +21,7 @@ def test_the_targets_own(tmp_path: Path) -> None:
     own = written(tmp_path / "own.jsonl", "elsewhere/target")
     assert first_unproven([own], "./target", ("e", "f")) is None, "the fingerprint decides"
     assert first_unproven([own], "elsewhere/target") is None, "without one the name does"
-    assert answers_remark([own], "elsewhere/target") is None
+    assert answers_remark([own], "elsewhere/target") is None and answers_remark([own], "/models/target") is None
     assert "elsewhere/target, not the target, wrote" in str(answers_remark([own], "t"))
     packed = tmp_path / "packed.jsonl"
     written(packed, "t")
