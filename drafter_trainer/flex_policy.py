@@ -6,6 +6,7 @@ then asks for the scores of every head at once. Here that is an error with the s
 
 import functools
 import inspect
+import logging
 import os
 import platform
 import re
@@ -34,12 +35,14 @@ from slipstream.errors import SlipstreamError
 from slipstream.gpu_limits import gpu_limits
 from slipstream.machine_probe import memory_bytes, package_version
 from slipstream.run_spec.reasons import Reason
+from slipstream.telemetry.logs import log_event
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _REQUIRED_DYNAMO_CONFIG = {"suppress_errors": False, "disable": False, "error_on_nested_fx_trace": True}
 _declared: dict[str, int] = {}
+_log = logging.getLogger(__name__)
 _SELF_TEST_HEADS, _SELF_TEST_HEAD_DIM, _SELF_TEST_CONTEXT, _SELF_TEST_BLOCK = 2, 64, 256, 16
 
 
@@ -117,7 +120,8 @@ def install_tripwire() -> None:
                 "Use a torch version that Slipstream was tested with.",
             )
         kernels[DispatchKey.CompositeExplicitAutograd] = functools.partial(_refuse_dense, phase)
-        operator._dispatch_cache.clear()
+        # Where a torch has none, the self-test shows whether the tripwire holds without.
+        getattr(operator, "_dispatch_cache", {}).clear()
 
 
 def _refuse_dense(phase: str, query: Tensor, key: Tensor, *_rest: Any, **_options: Any) -> NoReturn:
@@ -169,14 +173,21 @@ def self_test(device: torch.device) -> None:
 
 def configure_compiler() -> None:
     """Set what torch keeps per thread; call it in the one thread that compiles, before anything is compiled."""
-    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+    wanted = {
         # A backward compiled at the first .backward() would escape a warm-up without one.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-    # What is cheap to compute (a norm's output, the gated product, rotated queries) is not kept for the backward's
-    # kernels but computed once more: a third of the activations, at the price of one pass over each.
-    torch._functorch.config.ban_recompute_materialized_backward = False
-    # Rotary tables serve every layer, and what is made with them would count as used far apart.
-    torch._functorch.config.ban_recompute_used_far_apart = False
+        "force_non_lazy_backward_lowering": True,
+        # What is cheap to compute (a norm's output, the gated product, rotated queries) is not kept for the backward's
+        # kernels but computed once more: a third of the activations, at the price of one pass over each.
+        "ban_recompute_materialized_backward": False,
+        # Rotary tables serve every layer, and what is made with them would count as used far apart.
+        "ban_recompute_used_far_apart": False,
+    }
+    unknown = [name for name in wanted if not hasattr(torch._functorch.config, name)]
+    for name in wanted.keys() - set(unknown):
+        setattr(torch._functorch.config, name, wanted[name])
+    if unknown:
+        then = "the warm-up runs every backward all the same; memory may differ from what is predicted"
+        log_event(_log, "warning", "compiler_setting_unknown", torch=torch.__version__, settings=unknown, then=then)
 
 
 def compile_owned(function: Callable[P, R], *, name: str, graphs: int) -> Callable[P, R]:

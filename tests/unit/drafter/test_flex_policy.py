@@ -262,6 +262,21 @@ def test_a_backward_that_is_compiled_late_is_refused_with_the_buckets(
     assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
 
 
+def test_a_setting_that_a_newer_torch_has_dropped_is_said_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Config:
+        force_non_lazy_backward_lowering = False
+        ban_recompute_used_far_apart = True
+
+    monkeypatch.setattr(torch._functorch, "config", Config)
+    flex_policy.configure_compiler()
+    assert Config.force_non_lazy_backward_lowering and not Config.ban_recompute_used_far_apart
+    (warning,) = caplog.records
+    assert warning.message == "compiler_setting_unknown"
+    assert warning.slipstream_fields["settings"] == ["ban_recompute_materialized_backward"]  # type: ignore[attr-defined]
+
+
 def test_a_failure_is_described_with_shapes_and_versions() -> None:
     report = flex_policy.describe_failure(RuntimeError("guard failed"), {"input_ids": (2048,)})
     assert report["error"] == "RuntimeError: guard failed"
