@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from drafter_trainer.compile_cache import use_compile_cache
-from drafter_trainer.device_failures import Phase, failures_reported
+from drafter_trainer.device_failures import Phase, failures_reported, unknown_torch
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.memory import MemoryReport
@@ -42,7 +42,10 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
     device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
     if device.type == "cuda":
         # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
-        from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+        try:
+            from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+        except (ImportError, AttributeError) as error:
+            raise unknown_torch(error) from error
 
         guards = check_environment(device)
         device = torch.device("cuda", 0)

@@ -106,6 +106,15 @@ def failures_reported(phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None
         raise
 
 
+def unknown_torch(error: Exception) -> SlipstreamError:
+    """For a torch that lacks what the guards of compiled attention hold on to: the import of `flex_policy` failed."""
+    return SlipstreamError(
+        f"torch {torch.__version__} is not one that Slipstream can guard compiled attention with: {error}",
+        reason=Reason.ENVIRONMENT_UNSUPPORTED,
+        remedy="Install a torch release that Slipstream was tested with: 2.11 on GPUs, 2.13 on CPUs.",
+    )
+
+
 def _report(error: Exception, phase: Phase, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
     # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
     from drafter_trainer.flex_policy import describe_failure

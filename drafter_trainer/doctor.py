@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drafter_trainer.device_failures import Phase, failures_reported
+from drafter_trainer.device_failures import Phase, failures_reported, unknown_torch
 from slipstream.errors import SlipstreamError
 
 Answer = dict[str, Any]
@@ -25,27 +25,32 @@ def examine() -> Answer:
             "problem": "torch sees no CUDA device",
             "remedy": "Nothing to do where a CPU is meant: it trains by SDPA. `slipstream doctor` says more.",
         }
-    from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
-
-    device = torch.device("cuda", 0)
     try:
-        check_environment(device)
-        with failures_reported(Phase.SELF_TEST):
-            torch.cuda.set_device(device)
-            configure_compiler()
-            install_tripwire()
-            began = time.monotonic()
-            self_test(device)
+        seconds = _seconds_of_self_test(torch.device("cuda", 0))
     except SlipstreamError as error:
         return {"problem": error.message, "remedy": error.remedy}
-    seconds = round(time.monotonic() - began, 1)
     return {
         "passed": (
             "environment: nothing lets compiled attention run dense",
             "tripwire: an uncompiled call is refused",
-            f"compiled attention, forward and backward in bfloat16: finite ({seconds} s with its compilation)",
+            f"compiled attention, forward and backward in bfloat16: finite ({seconds:.1f} s with its compilation)",
         )
     }
+
+
+def _seconds_of_self_test(device: torch.device) -> float:
+    try:
+        from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
+    except (ImportError, AttributeError) as error:
+        raise unknown_torch(error) from error
+    check_environment(device)
+    with failures_reported(Phase.SELF_TEST):
+        torch.cuda.set_device(device)
+        configure_compiler()
+        install_tripwire()
+        began = time.monotonic()
+        self_test(device)
+        return time.monotonic() - began
 
 
 def in_words(answer: Answer) -> str:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.training_packs import StepBatch
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
 from tests.unit.trainer_runtime.test_step import make_pack, make_spec, make_step
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore words")
@@ -194,14 +196,27 @@ def test_a_disk_without_room_for_compiled_code_is_no_fault_of_torch(
     assert "SLIPSTREAM_COMPILE_CACHE" in raised.value.remedy
 
 
+def spec_on_gpu() -> RunSpec:
+    spec = make_spec()
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"device": "cuda", "attention": "flex"})})
+
+
+def test_a_torch_without_what_the_guards_need_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "drafter_trainer.flex_policy", None)
+    with pytest.raises(SlipstreamError, match="is not one that Slipstream can guard") as raised:
+        prepare_device(spec_on_gpu())
+    assert raised.value.reason is Reason.ENVIRONMENT_UNSUPPORTED and "2.11" in raised.value.remedy
+    assert examine() == {"problem": raised.value.message, "remedy": raised.value.remedy}
+
+
 def test_a_gpu_that_others_have_filled_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thing that a trainer and a doctor do on a GPU can meet a full one, too."""
     for name, found in {"is_available": True, "device_count": 1, "get_device_name": "a card"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
     monkeypatch.setattr(torch.cuda, "set_device", failing(NO_CONTEXT))
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda **_: "nothing")
-    spec = make_spec()
-    on_gpu = spec.model_copy(update={"train": spec.train.model_copy(update={"device": "cuda", "attention": "flex"})})
+    on_gpu = spec_on_gpu()
     with pytest.raises(SlipstreamError, match="was full while trying compiled attention") as raised:
         prepare_device(on_gpu)
     assert raised.value.reason is Reason.OUT_OF_MEMORY and "CUDA_VISIBLE_DEVICES" in raised.value.remedy
