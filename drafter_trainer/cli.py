@@ -28,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_main(PROGRAM, lambda: _dispatch(build_parser().parse_args(arguments)))
 
 
+def _directory(text: str) -> Path:
+    """An empty name would be this directory: what a variable that is not set leaves in a script."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a directory, or leave it out")
+    return Path(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the program."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains drafters, and measures them by decoding.")
@@ -39,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change a setting; repeatable"
     )
-    run.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run lives; default: runs/NAME")
+    run.add_argument("--run-dir", type=_directory, metavar="DIR", help="where the run lives; default: runs/NAME")
     run.add_argument("--threads", type=THREADS, metavar="N", help="CPU threads of torch; default: torch's own choice")
     run.add_argument(
         "--resume",

@@ -70,7 +70,8 @@ Response = TypeVar("Response", bound=Message)
 _DEADLINE_SECONDS = 20.0
 _LEAVE_DEADLINE_SECONDS = 3.0
 _OPEN_DEADLINE_SECONDS = 900.0  # the first subscription of a stream reads and tokenizes the data
-_ADDRESS = re.compile(r"(unix:.+|(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5})")
+_ADDRESS = re.compile(r"unix:.+|(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_LARGEST_PORT = 65_535
 _log = logging.getLogger(__name__)
 
 
@@ -126,9 +127,10 @@ class TargetClient:
             stop: set it to end all waiting.
 
         Raises:
-            SlipstreamError: SPEC_INVALID when the address has no port.
+            SlipstreamError: SPEC_INVALID when the address has no port, or one that there is not.
         """
-        if not _ADDRESS.fullmatch(address):
+        match = _ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match["port"] or 1) <= _LARGEST_PORT:
             raise SlipstreamError(
                 f"{address!r} is not the address of a target server.",
                 reason=Reason.SPEC_INVALID,

@@ -41,6 +41,11 @@ def test_a_missing_target_is_a_usage_error(recipe: Path, capsys: pytest.CaptureF
     assert "--target" in capsys.readouterr().err
 
 
+def test_an_empty_directory_is_not_the_present_one(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(recipe), "--target", "h:1", "--run-dir", ""]) == 2
+    assert "argument --run-dir: it is empty" in capsys.readouterr().err
+
+
 def test_a_bad_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text(RECIPE + "max_stepz = 3\n")

@@ -280,3 +280,15 @@ def test_backoff_grows_and_is_bounded() -> None:
     waits = [backoff.next_seconds() for _ in range(20)]
     assert 0.05 <= waits[0] <= 0.1 and all(2.5 <= wait <= 5.0 for wait in waits[6:])
     assert backoff.next_seconds(at_least=100.0) >= 100.0
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "h:", "h:0", "h:65536", "h:99999", "h:-1", "::1:5", "http://h:1"])
+def test_what_no_target_can_answer_at_is_refused_and_not_waited_for(address: str) -> None:
+    with pytest.raises(SlipstreamError, match="is not the address of a target server") as refused:
+        TargetClient(address)
+    assert refused.value.reason is Reason.SPEC_INVALID and "HOST:PORT" in refused.value.remedy
+
+
+@pytest.mark.parametrize("address", ["h:1", "127.0.0.1:65535", "[::1]:50051", "unix:/run/target.sock"])
+def test_what_a_target_may_answer_at(address: str) -> None:
+    TargetClient(address).close()
