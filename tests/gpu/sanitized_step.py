@@ -16,7 +16,7 @@ import sys
 
 from tests.fakes.processes import import_path
 
-SECONDS = 120
+SECONDS = 280
 _PLACES = (
     "/usr/local/cuda/bin/compute-sanitizer",
     "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
