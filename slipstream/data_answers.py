@@ -87,7 +87,7 @@ def _files_of(path: Path) -> list[Path]:
             directory, pattern = split_glob(path)
             return sorted(file for file in directory.glob(pattern) if not file.name.endswith(SETTINGS_SUFFIX))
         return [path] if path.is_file() else []
-    except OSError:  # not ours to look at; perhaps the target server's
+    except (OSError, ValueError):  # not ours to look at, perhaps the target server's; or no pattern at all
         return []
 
 

@@ -58,6 +58,7 @@ def test_several_processes_and_the_untrained_drafter(
     report = json.loads(output.read_text())
     assert report["lossless"] is True and report["differences"] == {"untrained": [], "trained": []}
     assert report["settings"]["target_verified"] is True
+    assert report["settings"]["unproven_answers"]["file"] == "conversations.jsonl"
     assert report["settings"]["processes"] == 2
     assert set(report["results"]) == {"plain", "untrained", "trained"}
     for rows in report["results"].values():

@@ -37,7 +37,7 @@ def test_anothers_come_before_what_nobody_signed(tmp_path: Path) -> None:
         assert first_unproven(entries, "t", ("f",)) == expected
 
 
-@pytest.mark.parametrize("entry", ["hf://datasets/owner/name", "/nowhere/talks.jsonl", "gone-*.jsonl"])
+@pytest.mark.parametrize("entry", ["hf://datasets/owner/name", "/nowhere/talks.jsonl", "gone-*.jsonl", "a**b"])
 def test_what_is_not_here_is_not_known(entry: str) -> None:
     assert first_unproven([entry], "t", ("f",)) == Unproven(entry, None, None)
 
