@@ -77,12 +77,13 @@ class SpecForgeShippedSide:
     split_features = False
 
     def __init__(self, size: Size, device: torch.device) -> None:
+        # First, because it says how to install the package where there is none.
+        model = build_model(size, device)
         from specforge.optimizer import BF16Optimizer
         from specforge.training.backend import FSDPTrainingBackend, ParallelConfig
         from specforge.training.controller import TrainerCore
         from specforge.training.strategies.base import DFlashTrainStrategy
 
-        model = build_model(size, device)
         weights = drafter_weights(size, device)
         with torch.no_grad():
             for name, parameter in model.draft_model.named_parameters():
