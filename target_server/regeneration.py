@@ -235,7 +235,9 @@ def answer_prompts(
             if first < done:  # cut off in the middle of a chunk: a chunk is answered as a whole
                 keep_rows(file, first)
                 done = first
-            answers = regenerator.answer(chunk, number)
+            regenerator.progress.total = total - report.num_dropped
+            with regenerator.progress.watched():
+                answers = regenerator.answer(chunk, number)
             whose = str(settings["target_fingerprint"])
             rows = [_row(regenerator, prompt, answer, whose) for prompt, answer in zip(chunk, answers, strict=True)]
             append_rows(file, rows)

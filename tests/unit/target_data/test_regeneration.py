@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,12 +104,42 @@ def test_how_far_it_is_is_said_within_a_batch_and_behind_it(
     asked = [Asked(f"p{number}", [7 + number, 3, 4]) for number in range(6)]
     answer_prompts(answering, iter(asked), tmp_path / "answers.jsonl", WHOSE, ReportBuilder(), len(asked))
     said = [vars(one)["slipstream_fields"] for one in caplog.records if one.getMessage() == "answering"][1:]
-    assert {one["prompts"] for one in said} == {"0/6", "2/6", "4/6"}, "in every batch"
+    assert {one["prompts"] for one in said} >= {"0/6", "2/6", "4/6"}, "in every batch"
     assert all(one["tokens_per_second"] > 0 for one in said), "of the batch under way as well"
     known = [one["seconds_left"] for one in said if one["prompts"] != "0/6"]
     assert said[0]["seconds_left"] is None and known[0] > known[-1]
     (end,) = [vars(one)["slipstream_fields"] for one in caplog.records if one.getMessage() == "answered"]
     assert (end["prompts"], end["seconds_left"]) == ("6/6", 0)
+
+
+def test_how_far_it_is_is_said_while_no_token_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch of long prompts is read for minutes before its first token."""
+    seconds = itertools.count(step=20)
+    progress = AnsweringProgress(clock=lambda: float(next(seconds)))
+    heard = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda _record: heard.set()  # type: ignore[method-assign]
+    logger = logging.getLogger("target_server.answering_progress")
+    caplog.set_level(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        with progress.watched():
+            assert heard.wait(60)
+    finally:
+        logger.removeHandler(handler)
+    assert "answering-progress" not in {one.name for one in threading.enumerate()}
+
+
+def test_what_a_token_has_said_is_not_said_from_outside(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    progress = AnsweringProgress(clock=lambda: now[0])
+    caplog.set_level(logging.INFO)
+    for moment, lines in ((9.0, 0), (10.5, 1), (20.0, 1), (22.5, 2)):
+        now[0] = moment
+        if moment == 10.5:
+            progress.token_done(lambda: 7)
+        progress.look()
+        assert len(caplog.records) == lines, moment
 
 
 @pytest.mark.parametrize(
