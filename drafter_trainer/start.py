@@ -1,7 +1,7 @@
 """From a run definition to a loop that may train: every check in order of its cost, every refusal in words.
 
-environment → target → frozen weights, drafter and warm-up (`build_step`), held-out answers between them → weights
-(`starting_weights`) → subscription and incarnation → loop
+environment → target → frozen weights, drafter and warm-up (`build_step`), first drafter and held-out answers between
+them → weights (`starting_weights`) → subscription and incarnation → loop
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from drafter_trainer.metrics import MetricsFile
 from drafter_trainer.progress import Progress
 from drafter_trainer.resume import check_same_length
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.starting_weights import SavedState, find_saved_state, load_weights
+from drafter_trainer.starting_weights import SavedState, check_first_drafter, find_saved_state, load_weights
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink, WaitNotice
@@ -137,6 +137,9 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory.require_room()
         leaving.enter_context(memory.shortage_explained())
         step, config, plan = build_step(spec, link, target, device, memory)
+        if saved is None:
+            with failures_reported(Phase.WEIGHTS):
+                check_first_drafter(step, spec, link.fingerprint)
         heldout = prepare_heldout(spec, config, client, link)
         what = "" if cache is None else compiled_for(spec, config, plan, device)
         with compiling_turn(cache, what, stop.event):

@@ -68,7 +68,19 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fi
     return SavedState(directory, checkpoint.state)
 
 
-def first_weights(step: TrainingStep, spec: RunSpec, target_fingerprint: str) -> dict[str, Tensor]:
+def check_first_drafter(step: TrainingStep, spec: RunSpec, target_fingerprint: str) -> None:
+    """Refuse one that cannot be the beginning before minutes are spent on compiling; it is read again afterwards.
+
+    Raises:
+        SlipstreamError: as of `first_weights`.
+    """
+    if spec.drafter.init_from is not None:
+        first_weights(step, spec, target_fingerprint, event="first_drafter_fits")
+
+
+def first_weights(
+    step: TrainingStep, spec: RunSpec, target_fingerprint: str, *, event: str = "first_weights"
+) -> dict[str, Tensor]:
     """What step 0 begins with, float32 on the CPU: drawn from the seed, or those of `drafter.init_from`.
 
     Raises:
@@ -81,4 +93,4 @@ def first_weights(step: TrainingStep, spec: RunSpec, target_fingerprint: str) ->
 
     tables = {"embed_tokens.weight": step.frozen.embedding, "lm_head.weight": step.frozen.head}
     target = TrainedTarget(target_fingerprint, spec.target.dtype, tables)
-    return read_first_weights(Path(spec.drafter.init_from), step.drafter.config, target)
+    return read_first_weights(Path(spec.drafter.init_from), step.drafter.config, target, event=event)

@@ -54,13 +54,16 @@ class TrainedTarget:
     """`embed_tokens.weight` and `lm_head.weight`, [V, D]."""
 
 
-def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTarget) -> dict[str, Tensor]:
+def read_first_weights(
+    directory: Path, config: DrafterConfig, target: TrainedTarget, *, event: str = "first_weights"
+) -> dict[str, Tensor]:
     """Weights for step 0 of a run, float32 on the CPU.
 
     Args:
         directory: `drafter.init_from`: a run directory, a checkpoint, or a drafter in any of the formats.
         config: of the run; the drafter must be the same in everything.
         target: of the run.
+        event: what the log calls it.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID; TARGET_INCOMPATIBLE, a drafter for another target; SPEC_INVALID, one of
@@ -71,7 +74,7 @@ def read_first_weights(directory: Path, config: DrafterConfig, target: TrainedTa
         directory = newest_checkpoint(directory / "checkpoints") or directory
     is_checkpoint = (directory / MANIFEST).exists()
     weights = (_of_checkpoint if is_checkpoint else _of_published)(directory, config, target)
-    log_event(_log, "info", "first_weights", directory=str(directory))
+    log_event(_log, "info", event, directory=str(directory))
     return {name: weight.float() for name, weight in weights.items()}
 
 
