@@ -178,7 +178,7 @@ def _print_cards(cards: Sequence[CardFit]) -> None:
     ]
     rows = []
     for card in cards:
-        nearest = card.refusal or ("nothing that was tried" if card.nearest is None else in_words(card.nearest))
+        nearest = in_words(card.nearest) if card.nearest else card.refusal or "nothing that was tried"
         rows.append(
             [
                 card.gpu.name,

@@ -1,5 +1,7 @@
 """Why a run does not fit on a device, or cannot run there: in the same words for who plans it and who creates it."""
 
+from dataclasses import replace
+
 from slipstream.errors import SlipstreamError
 from slipstream.plan.gpus import Gpu, why_not_there
 from slipstream.plan.memory import plan_memory
@@ -14,10 +16,12 @@ _GIB = 1 << 30
 def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
     """Why the run cannot run there, or OUT_OF_MEMORY with the nearest settings that fit; None where it fits."""
     if (why := why_not_there(sizes, device)) is not None:
+        there = nearest_there(sizes, device)
+        settings = "--set drafter.head_dim=128" if there is None else in_words(there)
         return SlipstreamError(
             f"{device.name} cannot train this drafter: {why}.",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy="Train on another GPU, or change the setting: --set drafter.head_dim=128, or --set train.fp8=false.",
+            remedy=f"Train on another GPU, or change what it cannot do: {settings}.",
         )
     memory, room = plan_memory(sizes, device.memory_bytes), device.memory_bytes
     if memory.peak_bytes <= room:
@@ -31,6 +35,17 @@ def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
         remedy += f". Enough alone: {'; '.join(others)}" if others else ""
     needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {device.name} has {gib(room)}"
     return SlipstreamError(f"{needs}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
+
+
+def nearest_there(sizes: RunSizes, gpu: Gpu) -> Fit | None:
+    """The nearest settings with which the run fits on such a card, without FP8 where it has none; None if none does."""
+    if why_not_there(sizes, gpu) is None:
+        return nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes)
+    in_bfloat16 = replace(sizes, fp8=False)
+    if not sizes.fp8 or why_not_there(in_bfloat16, gpu) is not None:
+        return None
+    fit = nearest_fit(in_bfloat16, gpu.memory_bytes, gpu.memory_bytes)
+    return fit and replace(fit, settings=("train.fp8=false", *fit.settings))
 
 
 def in_words(fit: Fit) -> str:

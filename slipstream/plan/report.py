@@ -9,7 +9,8 @@ from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops, why_not_there
 from slipstream.plan.heldout import HeldoutAnswers, HeldoutCost, heldout_cost, read_answers
 from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
-from slipstream.plan.search import Fit, nearest_fit, single_fits
+from slipstream.plan.refusal import nearest_there
+from slipstream.plan.search import Fit, single_fits
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -188,9 +189,8 @@ def fits(plan: RunPlan) -> bool:
 
 def _card_fit(sizes: RunSizes, gpu: Gpu, cost: CostPlan) -> CardFit:
     peak, refusal = plan_memory(sizes, gpu.memory_bytes).peak_bytes, why_not_there(sizes, gpu)
-    is_small = refusal is None and peak > gpu.memory_bytes
-    nearest = nearest_fit(sizes, gpu.memory_bytes, gpu.memory_bytes) if is_small else None
-    return CardFit(gpu, peak, cost, nearest, refusal)
+    fits_there = refusal is None and peak <= gpu.memory_bytes
+    return CardFit(gpu, peak, cost, None if fits_there else nearest_there(sizes, gpu), refusal)
 
 
 def _cost(spec: RunSpec, sizes: RunSizes, tflops: float, steps: int | None) -> CostPlan:
