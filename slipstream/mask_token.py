@@ -61,7 +61,7 @@ def mask_row(spec: DrafterSpec, target: MaskFacts) -> int:
             four gives a row.
     """
     named = None if spec.mask_token is None else target.special_tokens.get(spec.mask_token)
-    known = ", ".join(sorted(target.special_tokens)[:_SHOWN]) or "none that is known"
+    known = ", ".join(sorted(target.special_tokens)[:_SHOWN]) or "none"
     if spec.mask_token is not None and named is None:
         raise _no_mask(
             f"drafter.mask_token is {spec.mask_token!r}, which is no special token of the target (it has: {known})",
@@ -74,7 +74,8 @@ def mask_row(spec: DrafterSpec, target: MaskFacts) -> int:
         raise _no_mask(
             f"the target has no mask token and no unused row (tokenizer {target.tokenizer_length} tokens, vocabulary "
             f"{target.vocab_size} rows), and the recipe names no mask token.",
-            f"Set drafter.mask_token to a special token that no answer contains (it has: {known}).",
+            "Set drafter.mask_token to a special token that no answer contains "
+            + (f"(it has: {known})." if target.special_tokens else "(`slipstream data inspect RECIPE` lists some)."),
         )
     if row >= target.vocab_size:
         raise _no_mask(

@@ -117,8 +117,9 @@ def test_a_gguf_file_says_it_too(tmp_path: Path) -> None:
     path.write_bytes(gguf_without_weights(tied=True))
     require_mask(spec(path))  # two tokens, many rows
     path.write_bytes(gguf_without_weights(tied=True, vocabulary=2))
-    with pytest.raises(SlipstreamError, match=r"tokenizer 2 tokens, vocabulary 2 rows"):
+    with pytest.raises(SlipstreamError, match=r"tokenizer 2 tokens, vocabulary 2 rows") as refused:
         require_mask(spec(path))
+    assert "`slipstream data inspect RECIPE` lists some" in str(refused.value.remedy)
     (tmp_path / "broken.gguf").touch()
     require_mask(spec(tmp_path / "broken.gguf"))
     require_mask(spec(path, mask_token="<nope>"))  # which tokens are special ones is not read
