@@ -16,12 +16,10 @@ _GIB = 1 << 30
 def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
     """Why the run cannot run there, or OUT_OF_MEMORY with the nearest settings that fit; None where it fits."""
     if (why := why_not_there(sizes, device)) is not None:
-        there = nearest_there(sizes, device)
-        settings = "--set drafter.head_dim=128" if there is None else in_words(there)
         return SlipstreamError(
             f"{device.name} cannot train this drafter: {why}.",
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
-            remedy=f"Train on another GPU, or change what it cannot do: {settings}.",
+            remedy=f"Train on another GPU{_what_else(sizes, device)}.",
         )
     memory, room = plan_memory(sizes, device.memory_bytes), device.memory_bytes
     if memory.peak_bytes <= room:
@@ -46,6 +44,15 @@ def nearest_there(sizes: RunSizes, gpu: Gpu) -> Fit | None:
         return None
     fit = nearest_fit(in_bfloat16, gpu.memory_bytes, gpu.memory_bytes)
     return fit and replace(fit, settings=("train.fp8=false", *fit.settings))
+
+
+def _what_else(sizes: RunSizes, gpu: Gpu) -> str:
+    """What to change besides, of a run that cannot run on such a card."""
+    if (there := nearest_there(sizes, gpu)) is not None:
+        return f", or change what it cannot do: {in_words(there)}"
+    if why_not_there(replace(sizes, fp8=False), gpu) is not None:
+        return ", or change what it cannot do: --set drafter.head_dim=128"
+    return f": without FP8 the run does not fit into {gib(gpu.memory_bytes)}, whatever was tried"
 
 
 def in_words(fit: Fit) -> str:

@@ -1,6 +1,5 @@
 """A whole plan: memory, cost and fits of a run, from a recipe and the sizes of its target."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -123,16 +122,11 @@ def total_steps(spec: RunSpec, data_packs: int | None = None) -> int | None:
     return min(limits, default=None)
 
 
-def ways_to_fit(plan: RunPlan) -> tuple[Fit | None, Sequence[Fit]]:
-    """The nearest settings that fit on the plan's card, and those that do alone."""
-    memory = plan.card.memory_bytes
-    return plan.own.nearest, single_fits(plan.sizes, memory, memory)
-
-
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """For programs; bytes and seconds."""
+    nearest, room = plan.own.nearest, plan.card.memory_bytes
     is_small = plan.own.refusal is None and not fits(plan)
-    nearest, alone = ways_to_fit(plan) if is_small else (None, ())
+    alone = single_fits(plan.sizes, room, room) if is_small else ()
     return {
         "card": {"name": plan.card.name, "memory_bytes": plan.card.memory_bytes},
         "parameters": plan.cost.parameters,

@@ -160,6 +160,27 @@ def test_what_a_card_cannot_run_does_not_fit_there(
     assert planned(recipe) == 0 and "yes" in capsys.readouterr().out
 
 
+def test_without_fp8_a_card_may_still_be_too_small(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no setting is proposed; where there is one, programs read the same as people."""
+    a100 = next(gpu for gpu in GPUS if gpu.name == "A100 80GB")
+    found = []
+    for memory in (a100.memory_bytes, 1 << 30):
+        card = replace(a100, memory_bytes=memory)
+        monkeypatch.setattr(command, "card_of", lambda _, card=card: (card, True))
+        with pytest.raises(SlipstreamError) as refused:
+            planned(recipe, "-o", "json", "--set", "train.fp8=true")
+        assert refused.value.reason is Reason.ENVIRONMENT_UNSUPPORTED
+        plan = json.loads(capsys.readouterr().out)
+        assert not plan["fits"] and "no FP8 products" in plan["refusal"] and plan["settings_enough_alone"] == []
+        found.append((plan["nearest_settings"], refused.value.remedy))
+    assert found == [
+        (["train.fp8=false"], "Train on another GPU, or change what it cannot do: --set train.fp8=false."),
+        (None, "Train on another GPU: without FP8 the run does not fit into 1.0 GiB, whatever was tried."),
+    ]
+
+
 def test_a_recipe_for_a_cpu_is_planned_for_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     cpu = ("--set=train.device=cpu", "--set=train.attention=sdpa", "--set=train.precision=float32")
     assert planned(recipe, "--memory", "140GiB", *cpu) == 0
