@@ -95,6 +95,7 @@ async function create(page) {
 
 async function curveMoves(page) {
   await state(page, "RUNNING");
+  if (!config.images) await page.locator("#dropped").getByText("1: the line is not valid JSON").waitFor({ timeout: PATIENCE });
   const seen = await pointsAbove(page, 5);
   await pointsAbove(page, seen + 5);
   assert.equal(await page.locator("main .remark").first().textContent(), NOTE);

@@ -54,6 +54,9 @@ def test_modules(tmp_path: Path) -> None:
 @pytest.mark.timeout(480 if IMAGES else 240)
 def test_create_watch_pause_resume_stop(processes: Processes, tmp_path: Path) -> None:
     recipe = write_tiny_run(tmp_path / "tiny")
+    if not IMAGES:
+        with (recipe.parent / "conversations.jsonl").open("a") as file:
+            file.write("no JSON\n")
     text = RECIPE.replace("./target", str(recipe.parent / "target")).replace(
         "conversations.jsonl", str(recipe.parent / "conversations.jsonl")
     )
