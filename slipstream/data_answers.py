@@ -4,18 +4,17 @@ A drafter that learned what another model says is accepted at about one token a 
 may be the reason, people are told so. No torch here.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import recipes
+from slipstream.answers_settings import SETTINGS_SUFFIX, read_settings
+from slipstream.data_directory import data_files, training_files
 from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.target_files import is_path
 
 REMEDY = "`slipstream data regenerate RECIPE --to FILE` lets the target answer; train on that file."
-SETTINGS_SUFFIX = ".settings.json"
 _SHIPPED_FOR = "smollm2-135m-instruct"
 """Part of the names of the model that wrote the answers which ship."""
 
@@ -30,11 +29,6 @@ class Unproven:
     """The model that answered, without the directories of this machine; None: nothing says who did."""
     fingerprint: str | None
     """Of that model."""
-
-
-def settings_beside(answers: Path) -> Path:
-    """Where `data regenerate` records how a file came about."""
-    return answers.with_name(answers.name + SETTINGS_SUFFIX)
 
 
 def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[str] = ()) -> Unproven | None:
@@ -66,7 +60,8 @@ def _unproven(entry: str, model: str, fingerprints: Sequence[str]) -> Iterator[U
     if not files:
         yield Unproven(entry, None, None)
     for file in files:
-        settings = _settings_of(file)
+        # Also where the file was compressed afterwards.
+        settings = read_settings(file) or read_settings(file.with_name(file.name.removesuffix(".gz")))
         name, fingerprint = settings.get("target"), settings.get("target_fingerprint")
         # A directory here is often called as the model is at a hub, and elsewhere.
         is_own = fingerprint in fingerprints if fingerprints else name is not None and _last(str(name)) == _last(model)
@@ -82,21 +77,10 @@ def _last(name: str) -> str:
 def _files_of(path: Path) -> list[Path]:
     try:
         if path.is_dir():
-            return sorted(file for file in path.iterdir() if file.is_file() and not file.name.endswith(SETTINGS_SUFFIX))
+            return training_files(path, data_files(path))
         if not path.exists() and GLOB.search(str(path)):
             directory, pattern = split_glob(path)
             return sorted(file for file in directory.glob(pattern) if not file.name.endswith(SETTINGS_SUFFIX))
         return [path] if path.is_file() else []
     except (OSError, ValueError):  # not ours to look at, perhaps the target server's; or no pattern at all
         return []
-
-
-def _settings_of(file: Path) -> dict[str, Any]:
-    """Also where the file was compressed afterwards."""
-    for name in (file.name, file.name.removesuffix(".gz")):
-        try:
-            settings = json.loads(settings_beside(file.with_name(name)).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return settings if isinstance(settings, dict) else {}
-    return {}

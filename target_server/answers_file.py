@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from slipstream.answers_settings import read_settings, settings_beside
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
@@ -18,7 +19,7 @@ BATCH_ON_GPU = 256
 def default_batch(output: Path, device: str) -> int:
     """Prompts at once where nobody says: as many as the file was begun with, which decide its answers; else by the
     device (`cpu`, `cuda`, `cuda:N`)."""
-    begun = _settings_of(output).get("batch") if _is_begun(output) else None
+    begun = read_settings(output).get("batch") if _is_begun(output) else None
     if isinstance(begun, int) and begun > 0:
         return begun
     return BATCH_ON_GPU if device.startswith("cuda") else BATCH_ON_CPU
@@ -75,10 +76,10 @@ def require_writable(output: Path) -> None:
             reason=Reason.SPEC_INVALID,
             remedy="Name a file in a writable directory with --to.",
         )
-    if _is_begun(output) and not _beside(output).exists():
+    if _is_begun(output) and not settings_beside(output).exists():
         raise SlipstreamError(
-            f"{output} is there already, and holds no answers that could be gone on with: {_beside(output).name} is "
-            "not beside it.",
+            f"{output} is there already, and holds no answers that could be gone on with: "
+            f"{settings_beside(output).name} is not beside it.",
             reason=Reason.DATA_INVALID,
             remedy="Name another --to.",
         )
@@ -95,11 +96,11 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
         SlipstreamError: as `require_writable`, or DATA_INVALID, it was begun with other settings.
     """
     require_writable(output)
-    beside = _beside(output)
+    beside = settings_beside(output)
     if not _is_begun(output):
         beside.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return
-    before = _settings_of(output)
+    before = read_settings(output)
     differences = [key for key in sorted(before.keys() | settings.keys()) if before.get(key) != settings.get(key)]
     if differences:
         raise SlipstreamError(
@@ -107,16 +108,3 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
             reason=Reason.DATA_INVALID,
             remedy="Name another --to, or use the settings in " + beside.name + ".",
         )
-
-
-def _beside(output: Path) -> Path:
-    return output.with_name(output.name + ".settings.json")
-
-
-def _settings_of(output: Path) -> dict[str, Any]:
-    """What a file was begun with; nothing where that cannot be read."""
-    try:
-        settings = json.loads(_beside(output).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}

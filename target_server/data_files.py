@@ -7,15 +7,14 @@ this machine, with the token that `hf auth login` or HF_TOKEN gives.
 
 import json
 import logging
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from slipstream.data_answers import SETTINGS_SUFFIX
+from slipstream.data_directory import DATA_SUFFIXES, data_files, training_files
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.run_spec.reasons import Reason
@@ -24,9 +23,6 @@ from target_server.record_files import SourceFile
 
 HUB_PREFIX = "hf://datasets/"
 
-_DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz", ".parquet", ".arrow")
-_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-_TRAIN = re.compile(r"(?<![a-z])train(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")
 
 _CORRECT_FILES = "Correct the path (in a recipe: data.files); it must be valid on the machine that reads it."
@@ -128,31 +124,16 @@ def _below(directory: Path, entry: str) -> list[SourceFile]:
     if (directory / "state.json").is_file():
         shards = _read_json(directory / "state.json").get("_data_files", [])
         return [SourceFile(directory / shard["filename"], shard["filename"]) for shard in shards]
-    paths = sorted(_data_files(directory), key=lambda path: path.as_posix())
-    files = [SourceFile(path, path.relative_to(directory).as_posix()) for path in paths]
-    if not files:
-        raise _invalid(f"The directory {entry} holds no data file ({', '.join(_DATA_SUFFIXES)}).")
-    training = [file for file in files if _TRAIN.search(file.name)]
-    if training and len(training) < len(files):
+    paths = data_files(directory)
+    if not paths:
+        raise _invalid(f"The directory {entry} holds no data file ({', '.join(DATA_SUFFIXES)}).")
+    training = training_files(directory, paths)
+    if len(training) < len(paths):
         log_event(
             _logger, "info", "train_split_chosen", directory=entry, files=len(training),
-            left_out=len(files) - len(training),
+            left_out=len(paths) - len(training),
         )  # fmt: skip
-        return training
-    return files
-
-
-def _data_files(directory: Path) -> Iterable[Path]:
-    for root, directories, names in os.walk(directory):
-        directories[:] = [name for name in directories if not name.startswith(".")]
-        for name in names:
-            if name.endswith(_DATA_SUFFIXES) and not _is_description(name) and not name.startswith("."):
-                yield Path(root, name)
-
-
-def _is_description(name: str) -> bool:
-    """Of the data beside it: one of Hugging Face's, or what `data regenerate` writes."""
-    return name in _DESCRIPTIONS or name.endswith(SETTINGS_SUFFIX)
+    return [SourceFile(path, path.relative_to(directory).as_posix()) for path in training]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -182,7 +163,7 @@ def _hub_directory(entry: str, data_roots: Sequence[Path] | None) -> tuple[Path,
 def _download(name: str, revision: str | None, pattern: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
-    patterns = [pattern] if pattern else [*(f"*{suffix}" for suffix in _DATA_SUFFIXES), "*state.json"]
+    patterns = [pattern] if pattern else [*(f"*{suffix}" for suffix in DATA_SUFFIXES), "*state.json"]
     at = f" at revision {revision!r}" if revision else ""
     try:
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))

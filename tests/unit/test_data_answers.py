@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import recipes
-from slipstream.data_answers import Unproven, answers_remark, first_unproven, settings_beside
+from slipstream.answers_settings import settings_beside
+from slipstream.data_answers import Unproven, answers_remark, first_unproven
 
 
 def written(path: Path, target: str | None, fingerprint: str = "f") -> str:
@@ -35,6 +36,17 @@ def test_anothers_come_before_what_nobody_signed(tmp_path: Path) -> None:
     expected = Unproven("b.jsonl", "big.gguf", "b")
     for entries in ([unsigned, other], [str(tmp_path)], [str(tmp_path / "*.jsonl")]):
         assert first_unproven(entries, "t", ("f",)) == expected
+
+
+def test_of_a_directory_only_what_is_read_from_it_counts(tmp_path: Path) -> None:
+    """Data files below it, of the train split where there is one: as the target server takes them."""
+    (tmp_path / "train").mkdir()
+    written(tmp_path / "train" / "own.jsonl", "t")
+    for name in ("README.md", "dataset_info.json", "test.jsonl"):
+        written(tmp_path / name, None)
+    assert first_unproven([str(tmp_path)], "t", ("f",)) is None
+    written(tmp_path / "train" / "other.parquet", None)
+    assert first_unproven([str(tmp_path)], "t", ("f",)) == Unproven("other.parquet", None, None)
 
 
 @pytest.mark.parametrize("entry", ["hf://datasets/owner/name", "/nowhere/talks.jsonl", "gone-*.jsonl", "a**b"])

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from drafter_trainer.evaluation.whose_answers import unproven_answers
-from slipstream.data_answers import settings_beside
+from slipstream.answers_settings import settings_beside
 from slipstream.run_spec.load import load_recipe
 from slipstream.target_files import locate_target
 from slipstream.target_fingerprint import fingerprint_target

@@ -18,7 +18,7 @@ from drafter_trainer.evaluation.setting import PLAIN, Setting
 from drafter_trainer.formats.card_results import evaluation_results, heldout_results
 from drafter_trainer.formats.export import export
 from drafter_trainer.formats.model_card import TargetFacts, read_licence, target_facts
-from slipstream.data_answers import settings_beside
+from slipstream.answers_settings import settings_beside
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt
 from slipstream.run_spec.reasons import Reason
