@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import memory_bytes
 from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
 from slipstream.plan.memory import MEASUREMENT, OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
+from slipstream.plan.refusal import refusal
 from slipstream.plan.search import nearest_fit
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.architectures import DFLASH
@@ -116,22 +117,16 @@ class MemoryReport:
         """Refuse what this machine's memory cannot hold, where a CPU trains. A GPU says so itself, and does no harm.
 
         Raises:
-            SlipstreamError: OUT_OF_MEMORY, with the nearest settings that fit.
+            SlipstreamError: OUT_OF_MEMORY, in the words of `slipstream plan`.
         """
-        if self._device.type == "cuda" or self._plan is None:
+        if self._device.type == "cuda" or self.sizes is None or self._plan is None:
             return
+        if (why := refusal(self.sizes, self.card)) is not None:
+            raise why
         available = memory_bytes()[1]
-        if self._plan.peak_bytes <= self.card.memory_bytes:
-            if self._plan.peak_bytes > available:
-                short = {"predicted_mib": _mib(self._plan.peak_bytes), "available_mib": _mib(available)}
-                log_event(_log, "warning", "memory_short", **short, then="the system may end this process")
-            return
-        raise SlipstreamError(
-            f"The run needs {_mib(self._plan.peak_bytes)} MiB in the {self._plan.worst_phase}, this machine has "
-            f"{_mib(self.card.memory_bytes)}.",
-            reason=Reason.OUT_OF_MEMORY,
-            remedy=f"{self.way_out(self.card.memory_bytes, self.card.memory_bytes)} `slipstream plan` shows all of it.",
-        )
+        if self._plan.peak_bytes > available:
+            short = {"predicted_mib": _mib(self._plan.peak_bytes), "available_mib": _mib(available)}
+            log_event(_log, "warning", "memory_short", **short, then="the system may end this process")
 
     def note(self, phase: str) -> None:
         """Something that stays was made: `phase` says what."""
