@@ -5,6 +5,7 @@ many tokens in a forward as a training pack has anchors. Which packs the target 
 filled as it fills one window.
 """
 
+import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -60,14 +61,15 @@ class HeldoutCost:
 
 
 def read_answers(spec: RunSpec) -> HeldoutAnswers | None:
-    """What `eval.heldout` holds; None where the recipe names none, or the file is not on this machine.
+    """What `eval.heldout` holds; None where the recipe names none, or the file is not to be had here: it may be on
+    another machine, or its trainer's user may read it.
 
     Raises:
         SlipstreamError: DATA_INVALID or TARGET_FINGERPRINT_MISMATCH, a run would refuse the file, whatever its target.
     """
-    if spec.eval.heldout is None or not Path(spec.eval.heldout).is_file():
+    path = None if spec.eval.heldout is None else Path(spec.eval.heldout)
+    if path is None or not _is_readable(path):
         return None
-    path = Path(spec.eval.heldout)
     found, fingerprints = read_rows(path, spec.data.pack_tokens)
     if len(fingerprints) > 1:
         raise SlipstreamError(
@@ -77,6 +79,13 @@ def read_answers(spec: RunSpec) -> HeldoutAnswers | None:
         )
     # A block starts behind every token of an answer but its last.
     return HeldoutAnswers(tuple((len(row.token_ids), row.num_drafted) for row in found.rows))
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return path.is_file() and os.access(path, os.R_OK)
+    except OSError:  # a directory that is not ours to look into, or no name of a file
+        return False
 
 
 def heldout_cost(

@@ -143,6 +143,11 @@ def test_a_file_that_a_run_would_refuse(tmp_path: Path, text: str, says: str) ->
     assert refused_by_run.value.message == refused.value.message
 
 
+@pytest.mark.parametrize("name", ["answers.jsonl", "a" * 300])
+def test_a_file_that_is_not_here_may_be_the_trainers(tmp_path: Path, name: str) -> None:
+    assert read_answers(spec_of(tmp_path / name)) is None
+
+
 def test_answers_of_two_targets_are_no_run_s(tmp_path: Path) -> None:
     path = tmp_path / "heldout.jsonl"
     path.write_text(row(1, 3) + "\n" + row(1, 3, target_fingerprint="g"))
