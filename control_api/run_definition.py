@@ -9,7 +9,7 @@ import recipes
 from control_api.schemas import RunCreate
 from control_api.store.tables import Trainer
 from slipstream.errors import SlipstreamError
-from slipstream.first_drafter import require_first_drafter
+from slipstream.first_drafter import require_possible_first_drafter
 from slipstream.mask_token import require_mask
 from slipstream.plan.admission import known_sizes, require_fit
 from slipstream.run_spec.data_entries import is_hub_name
@@ -58,7 +58,7 @@ def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequ
     """
     # Only where all trainers are here is the same path the same directory.
     if present and all(one.host == socket.gethostname() for one in present):
-        require_first_drafter(spec.drafter.init_from)
+        require_possible_first_drafter(spec.drafter.init_from)
     sizes = known_sizes(spec) if _model_may_be_read(spec.target.model, data_roots) else None
     if sizes is not None:
         require_fit(sizes, [(one.name, device) for one in present for device in one.devices])

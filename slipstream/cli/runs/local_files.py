@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import recipes
 from slipstream.control_client import ControlClient
 from slipstream.errors import SlipstreamError
-from slipstream.first_drafter import require_first_drafter
+from slipstream.first_drafter import require_possible_first_drafter
 from slipstream.listen import ListenAddress
 from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.run_spec.reasons import Reason
@@ -48,7 +48,7 @@ def require_files(spec: RunSpec, serves: str | None) -> None:
     for key, file in (("eval.prompts", spec.eval.prompts), ("eval.heldout", spec.eval.heldout)):
         if file and not (recipes.data_file(file) or _exists(file)):
             raise _missing(key, file, Reason.DATA_INVALID)
-    require_first_drafter(spec.drafter.init_from)
+    require_possible_first_drafter(spec.drafter.init_from)
     model = spec.target.model
     if serves is None and (Path(model).is_absolute() or model.endswith(".gguf")) and not _exists(model):
         raise _missing("target.model", model, Reason.MODEL_INVALID)

@@ -1,6 +1,7 @@
 """What `slipstream plan` refuses is no run, as far as files and trainers tell; nor is one without its first drafter."""
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,35 @@ def test_a_first_drafter_is_looked_for_where_all_trainers_are_here(desk: Desk, t
         response = create(desk, "some/model", drafter={"init_from": str(named)})
         detail = assert_problem(response, 409, "CHECKPOINT_INVALID")["detail"]
         assert f"drafter.init_from is {named}, which is {words}" in detail
-    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    # It may have its first checkpoint before a trainer takes the new run.
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert create(desk, "some/model", drafter={"init_from": str(tmp_path / "run")}).status_code == 201
     desk.trainer("elsewhere", host="another")
     assert create(desk, "some/model", name="b", drafter={"init_from": str(missing)}).status_code == 201
+
+
+@pytest.mark.parametrize("heldout", ["/" + "a" * 300, "/nowhere/answers.jsonl"])
+def test_held_out_answers_that_are_not_to_be_had_here_are_the_trainers(desk: Desk, model: Path, heldout: str) -> None:
+    desk.target()
+    assert create(desk, model, eval={"heldout": heldout}).status_code == 201
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_another_user_s_trainer_may_read_is_not_refused(desk: Desk, model: Path, tmp_path: Path) -> None:
+    desk.target()
+    desk.trainer(host=socket.gethostname())
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    answers = hidden / "answers.jsonl"
+    answers.touch(mode=0o000)
+    named = {"drafter": {"init_from": str(hidden / "run")}, "eval": {"heldout": str(answers)}}
+    (hidden / "run" / "checkpoints").mkdir(parents=True)
+    (hidden / "run").chmod(0o000)
+    assert create(desk, model, name="files", **named).status_code == 201
+    hidden.chmod(0o000)
+    assert create(desk, model, name="directories", **named).status_code == 201
+    hidden.chmod(0o700)
+    (hidden / "run").chmod(0o700)
 
 
 class TestWithDataRoots:
