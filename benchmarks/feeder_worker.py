@@ -23,7 +23,8 @@ from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.build_step import pack_plan
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.target_link import Position, TargetLink
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.child_processes import leave_with_parent
 from slipstream.run_spec.spec import DataSpec, DrafterSpec, RunSpec, TargetSpec, TrainSpec
 from slipstream.telemetry.logs import configure_logging

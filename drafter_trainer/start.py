@@ -33,7 +33,8 @@ from drafter_trainer.run_directory import RunDirectory
 from drafter_trainer.starting_weights import SavedState, check_first_drafter, find_saved_state, load_weights
 from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
-from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.target_link import Position, TargetLink
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_first_drafter
 from slipstream.run_spec.load import canonical_json

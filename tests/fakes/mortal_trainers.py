@@ -29,8 +29,9 @@ import torch
 from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.target_link import Position, TargetLink
 from drafter_trainer.training_packs import PackPlan, StepBatch, payload_shapes
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream import disk
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError

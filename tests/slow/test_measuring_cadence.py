@@ -13,7 +13,7 @@ from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.checkpoint_state import best_checkpoint, read_state
 from drafter_trainer.heldout import HeldoutEvaluation, HeldoutResult
 from drafter_trainer.step import TrainingStep
-from drafter_trainer.target_link import WaitNotice
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.run_spec.reasons import Reason
 from tests.fakes.live_run import LiveRun, go_away, live_target, stop_here, write_heldout_run
 from tests.fakes.training import assert_same_run

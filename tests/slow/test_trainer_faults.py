@@ -22,7 +22,7 @@ from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.metrics import MetricsFile, StepRecord
 from drafter_trainer.starting_weights import SavedState
-from drafter_trainer.target_link import WaitNotice
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from target_server.ledger_store import LedgerStore

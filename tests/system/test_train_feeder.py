@@ -15,8 +15,9 @@ from torch import Tensor
 from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.target_link import Position, TargetLink, WaitNotice
+from drafter_trainer.target_link import Position, TargetLink
 from drafter_trainer.training_packs import PackPlan, payload_shapes
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb

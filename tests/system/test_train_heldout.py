@@ -15,8 +15,9 @@ from drafter_trainer.checkpoint_state import best_checkpoint, read_state
 from drafter_trainer.evaluation import command as evaluation
 from drafter_trainer.heldout_packs import HeldoutPack, HeldoutStream, read_heldout_packs
 from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.target_link import TargetLink, WaitNotice
+from drafter_trainer.target_link import TargetLink
 from drafter_trainer.training_packs import payload_shapes
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.heldout_rows import HeldoutRows, load_rows
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb

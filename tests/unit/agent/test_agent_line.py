@@ -15,7 +15,7 @@ import pytest
 
 from drafter_trainer.agent_line import AgentLine
 from drafter_trainer.cli import main
-from drafter_trainer.target_link import WaitNotice
+from drafter_trainer.wait_notice import WaitNotice
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
 from tests.fakes.control_plane import SPEC
