@@ -1,6 +1,6 @@
 """Whether the drafter that a run begins with (`drafter.init_from`) is there: asked at its creation and at its start.
 
-Who creates a run asks early, and perhaps as another user than the trainer's: it refuses only what the start surely will.
+Who creates a run asks early, perhaps as another user than the trainer's, and refuses only what the start surely will.
 """
 
 import os
