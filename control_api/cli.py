@@ -11,6 +11,7 @@ from pathlib import Path
 
 from control_api.settings import Settings
 from slipstream import __version__
+from slipstream.command_parser import CommandParser
 from slipstream.entrypoint import run_main
 from slipstream.flag_values import within
 from slipstream.listen import ListenAddress, read_token
@@ -57,7 +58,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="control-api", description="REST control plane of Slipstream.")
+    parser = CommandParser(prog="control-api", description="REST control plane of Slipstream.")
     parser.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--database", default="sqlite:///slipstream.sqlite", metavar="URL", help="default: %(default)s")
     parser.add_argument(

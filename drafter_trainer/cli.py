@@ -13,6 +13,7 @@ from drafter_trainer.evaluation import command as evaluation
 from drafter_trainer.formats import command as formats
 from recipes import find_recipe
 from slipstream import __version__
+from slipstream.command_parser import CommandParser
 from slipstream.entrypoint import run_main
 from slipstream.flag_values import THREADS, within
 from slipstream.listen import read_token
@@ -37,7 +38,9 @@ def _directory(text: str) -> Path:
 
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the program."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Trains drafters, and measures them by decoding.")
+    parser: argparse.ArgumentParser = CommandParser(
+        prog=PROGRAM, description="Trains drafters, and measures them by decoding."
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="train a drafter; goes on where an earlier start of the run was left")
@@ -75,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="one JSON object, for programs")
     agent.add_arguments(commands.add_parser("worker", help="wait for runs of a control API and train them"))
-    answer_as_typed(parser, commands)
+    answer_as_typed(commands)
     return parser
 
 

@@ -34,9 +34,7 @@ def own_help(words: str | None) -> str | None:
     return argparse.SUPPRESS if _TYPED in os.environ else words
 
 
-def answer_as_typed(
-    parser: argparse.ArgumentParser, commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
-) -> None:
+def answer_as_typed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Let usage, help and errors of the command name what was typed; nothing changes where that is this program.
 
     Called last of a parser's making: it takes the words out of the environment, since what this process starts was
@@ -44,7 +42,4 @@ def answer_as_typed(
     """
     command, _, typed = os.environ.pop(_TYPED, "").partition("=")
     if typed and command in commands.choices:
-        chosen = commands.choices[command]
-        # The whole parser speaks where a flag is unknown.
-        chosen.prog = parser.prog = typed
-        parser.usage = chosen.format_usage().removeprefix("usage: ").rstrip()
+        commands.choices[command].prog = typed

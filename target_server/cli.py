@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from recipes import find_recipe
 from slipstream import __version__
+from slipstream.command_parser import CommandParser
 from slipstream.engine_devices import engine_groups
 from slipstream.entrypoint import run_main
 from slipstream.errors import SlipstreamError
@@ -273,7 +274,7 @@ def _device(requested: Literal["auto", "cpu", "cuda"], cuda_available: bool) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog=PROGRAM, description="Computes hidden states of a frozen language model and serves them to trainers."
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -320,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     data_command.add_parsers(commands)
     lineage_command.add_parser(commands)
     operator_command.add_parsers(commands)
-    answer_as_typed(parser, commands)
+    answer_as_typed(commands)
     return parser
 
 

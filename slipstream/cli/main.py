@@ -1,11 +1,11 @@
 """`slipstream …`: one module per command, imported only when it is asked for, and never torch."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 from slipstream import __version__
+from slipstream.command_parser import CommandParser
 from slipstream.entrypoint import run_main
 
 PROGRAM = "slipstream"
@@ -44,7 +44,7 @@ def run_command(arguments: Sequence[str]) -> int:
         SlipstreamError: whatever the command refuses.
         SystemExit: usage errors (2) and --help (0).
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=PROGRAM, description="Train the drafters that make large language models decode several times faster."
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")

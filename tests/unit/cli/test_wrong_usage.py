@@ -7,6 +7,7 @@ import pytest
 from control_api.cli import serve
 from drafter_trainer.cli import build_parser
 from drafter_trainer.cli import main as train
+from slipstream.cli.main import run_command
 from slipstream.errors import SlipstreamError
 from slipstream.packaged_model import given_model
 from slipstream.run_spec.reasons import Reason
@@ -33,6 +34,29 @@ from tests.unit.cli.conftest import Command
 def test_values_of_flags(slipstream: Command, words: str, says: str) -> None:
     answer = slipstream(*words.split())
     assert answer.status in (2, 3) and says in answer.err and "RunState" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "speaks", "says"),
+    [
+        ("rnu ls", "slipstream", "'rnu' (choose from"),
+        ("rnu ls", "slipstream", "; did you mean run?"),
+        ("run creat x", "slipstream run", "; did you mean create?"),
+        ("checkpoint export x --to vlm", "slipstream checkpoint export", "; did you mean vllm?"),
+        ("up --traners 2", "slipstream up", "unrecognized arguments: --traners; did you mean --trainers?"),
+        ("run ls --stat=RUNING --no-such", "slipstream run ls", "did you mean RUNNING?"),
+        ("run get demo --zzz", "slipstream run get", "unrecognized arguments: --zzz\n"),
+        ("run get demo two", "slipstream run get", "unrecognized arguments: two\n"),
+    ],
+)
+def test_mistyped_words_are_refused_by_their_own_command(
+    capsys: pytest.CaptureFixture[str], words: str, speaks: str, says: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_command(words.split())
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"usage: {speaks} [-h]")
+    assert f"\n{speaks}: error: " in said and says in said
 
 
 def test_values_of_flags_of_the_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
