@@ -7,7 +7,6 @@ phases: the peak is the process's, and a run that cannot fit is refused, for the
 
 import json
 import logging
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.machine_probe import memory_bytes
+from slipstream.machine_probe import memory_bytes, peak_resident_bytes
 from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
 from slipstream.plan.memory import MEASUREMENT, OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
 from slipstream.plan.refusal import refusal
@@ -146,7 +145,7 @@ class MemoryReport:
         if self._device.type == "cuda":
             reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
             return PhaseMemory("peak", self._plan.peak_bytes - OUTSIDE_ALLOCATOR, reserved)
-        return PhaseMemory("peak", self._plan.peak_bytes, _peak_resident_bytes())
+        return PhaseMemory("peak", self._plan.peak_bytes, peak_resident_bytes())
 
     def phases(self) -> list[PhaseMemory]:
         """In the order in which they come; those that were measured."""
@@ -214,7 +213,7 @@ class MemoryReport:
                 words, limit = self.shortage_in_words(free, reserved), free + reserved + OUTSIDE_ALLOCATOR
             else:
                 total, free = memory_bytes()
-                words, limit = self.shortage_of_host_in_words(free, _peak_resident_bytes()), total
+                words, limit = self.shortage_of_host_in_words(free, peak_resident_bytes()), total
             raise SlipstreamError(
                 f"{error.message} {words}",
                 reason=Reason.OUT_OF_MEMORY,
@@ -257,10 +256,6 @@ def _card_of(device: torch.device) -> Gpu:
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
     return this_gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
-
-
-def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def _predictions(plan: MemoryPlan | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -164,6 +165,15 @@ def memory_bytes() -> tuple[int, int]:
     return min(total, limit or total), min(available, max(0, limit - used) if limit else available)
 
 
+def peak_resident_bytes() -> int:
+    """Most memory that this program has had. Not ru_maxrss, if the kernel says another: what starts a process counts
+    there with all of its own memory, be it a notebook with a model in it."""
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _container_memory() -> tuple[int | None, int]:
     """Limit and use of the control group (version 2, then 1), in bytes; the page cache it could drop is not use."""
     for limit_file, use_file, cache_key in (
@@ -186,6 +196,6 @@ def in_container() -> bool:
 def _read(path: Path) -> str:
     """Text of a kernel file; empty where this kernel or control group has none."""
     try:
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""

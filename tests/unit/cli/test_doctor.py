@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +249,11 @@ def test_container_limits(
         assert machine_probe.memory_bytes()[0] == unlimited[1]
     else:
         assert machine_probe.memory_bytes() == memory
+
+
+def test_a_process_s_peak_is_its_own_not_that_of_who_started_it() -> None:
+    large = bytearray(256 << 20)
+    ask = "from slipstream.machine_probe import peak_resident_bytes; print(peak_resident_bytes())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert machine_probe.peak_resident_bytes() > len(large) > int(child.stdout) > 0
