@@ -20,6 +20,14 @@ from tests.fakes.http_server import serving
 # Nothing but the test and the reconciler's reaction to it changes anything.
 SETTINGS = Settings(reconcile_seconds=60.0, probe_seconds=60.0, probe_deadline=0.2, keep_alive_seconds=0.2)
 
+RECIPE = """
+name = "mine"
+target.model = "some/model"
+data.files = ["conversations.jsonl"]
+data.pack_tokens = 128
+train = { device = "cpu", attention = "sdpa", max_steps = 100 }
+"""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -89,6 +97,15 @@ def slipstream(capsys: pytest.CaptureFixture[str]) -> Command:
         return Answer(status, out, err + error)
 
     return command
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """On a CPU, with its data beside it."""
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    (tmp_path / "conversations.jsonl").touch()
+    return path
 
 
 def _run(arguments: Sequence[Any]) -> tuple[int, str]:

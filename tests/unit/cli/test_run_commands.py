@@ -14,22 +14,6 @@ from slipstream.run_spec.spec import RunSpec
 from tests.fakes.control_plane import SPEC, Desk, record, report
 from tests.unit.cli.conftest import Command
 
-RECIPE = """
-name = "mine"
-target.model = "some/model"
-data.files = ["conversations.jsonl"]
-data.pack_tokens = 128
-train = { device = "cpu", attention = "sdpa", max_steps = 100 }
-"""
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.toml"
-    path.write_text(RECIPE)
-    (tmp_path / "conversations.jsonl").touch()
-    return path
-
 
 def train(desk: Desk, assignment: int, first: int, last: int, state: str = "RUNNING") -> None:
     """The trainer reports steps [first, last)."""
@@ -276,64 +260,6 @@ def test_get(desk: Desk, slipstream: Command) -> None:
     history = [line.split()[2:] for line in answer.out.split("\n\n")[1].splitlines()[1:]]
     assert history == [["PENDING", "create"], ["STARTING", "ASSIGNED", "t1"], ["RUNNING", "FIRST_STEP"]]
     assert answer.err == "next: slipstream run watch demo\n"
-
-
-def test_get_says_why_a_run_failed(desk: Desk, slipstream: Command) -> None:
-    assignment = desk.running()
-    ended = {"child": 1, "reason": "PAYLOAD_CORRUPT", "message": "The wire is bad.", "remedy": "Mend it."}
-    desk.beat(report=report(assignment, "FAILED", exit=ended | {"will_restart": False}))
-    answer = slipstream("run", "get", "demo")
-    assert "PAYLOAD_CORRUPT The wire is bad. Mend it." in answer.out
-    assert answer.err == "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n"
-
-
-IN_A_NEW_RUN = (
-    "next: slipstream run get demo --spec > demo-2.toml\nnext: slipstream run create demo-2.toml --name demo-2 "
-)
-
-
-@pytest.mark.parametrize(
-    ("reason", "first", "then"),
-    [
-        ("SPEC_INVALID", "the setting that the message names", IN_A_NEW_RUN + "--set KEY=VALUE"),
-        ("MODEL_INVALID", "the model's files, as the message says", "next: slipstream run resume demo"),
-        (
-            "LOSS_NOT_FINITE",
-            "optimizer.learning_rate (0.0006), ",
-            IN_A_NEW_RUN + "--set optimizer.learning_rate=0.0003",
-        ),
-        ("OUT_OF_MEMORY", "train.anchors_per_pack (512), ", IN_A_NEW_RUN + "--set train.anchors_per_pack=256"),
-    ],
-)
-def test_before_a_run_that_would_fail_again_something_is_changed(
-    desk: Desk, slipstream: Command, reason: str, first: str, then: str
-) -> None:
-    assignment = desk.running()
-    ended = {"child": 1, "reason": reason, "message": "No.", "remedy": "Change it.", "will_restart": False}
-    desk.beat(report=report(assignment, "FAILED", exit=ended))
-    said = slipstream("run", "get", "demo").err
-    assert said.startswith(f"change first: {first}")
-    assert said.endswith(f"\nnext: slipstream run logs demo --tail 50\n{then}\n")
-    assert slipstream("run", "ls").err.startswith("change first: "), "a list has no definitions"
-
-
-def test_what_is_proposed_after_a_failure_can_be_done(
-    desk: Desk, slipstream: Command, tmp_path: Path, recipe: Path
-) -> None:
-    desk.target()
-    desk.trainer()
-    assert slipstream("run", "create", recipe, "--name", "demo").status == 0
-    desk.reconcile()
-    assignment = desk.beat()["assignment"]["id"]
-    ended = {"child": 1, "reason": "LOSS_NOT_FINITE", "message": "No.", "will_restart": False}
-    desk.beat(report=report(assignment, "FAILED", exit=ended))
-    *_, write, create = slipstream("run", "get", "demo").err.splitlines()
-    words, _, file = write.removeprefix("next: slipstream ").partition(" > ")
-    (tmp_path / file).write_text(slipstream(*words.split()).out)
-    words = create.removeprefix("next: slipstream ").replace(file, str(tmp_path / file))
-    answer = slipstream(*words.split())
-    assert answer.out.startswith("demo-2 PENDING"), answer.err
-    assert desk.get("runs/demo-2")["spec"]["optimizer"]["learning_rate"] == 3e-4
 
 
 def test_old_figures_are_not_shown_while_the_target_is_away(desk: Desk, slipstream: Command) -> None:
