@@ -3,34 +3,24 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
-from torch import Tensor
 
 from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.device_copy import DeviceCopy
-from drafter_trainer.run_directory import RunDirectory
-from drafter_trainer.target_link import Position, TargetLink
-from drafter_trainer.training_packs import PackPlan, payload_shapes
-from drafter_trainer.wait_notice import WaitNotice
+from drafter_trainer.training_packs import PackPlan
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
 from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import HiddenStateServiceStub
-from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.reasons import Reason
-from slipstream.wire.channel import CHANNEL_OPTIONS, TargetClient, WaitInterruptedError
-from slipstream.wire.codec import ByteArray
-from slipstream.wire.transports.base import ByteRun, PayloadReader, PayloadRef
-
-CPU = torch.device("cpu")
-LAYERS = (1, 2)
-SHAPES = payload_shapes([f"hidden_states.{layer}" for layer in LAYERS], 128, 64)
+from slipstream.wire.channel import CHANNEL_OPTIONS, WaitInterruptedError
+from slipstream.wire.transports.base import PayloadRef
+from tests.fakes.feeder_desk import CPU, SHAPES, FeederDesk, refusing
 
 
 class Heard(logging.Handler):
@@ -48,85 +38,9 @@ class Heard(logging.Handler):
             logging.getLogger("drafter_trainer").removeHandler(self)
 
 
-class FaultyReader(PayloadReader):
-    """The real reader, but some packs fail before they are read: faults per sequence number, used up in turn."""
-
-    def __init__(self, inner: PayloadReader, faults: dict[int, list[Callable[[], None]]]) -> None:
-        super().__init__()
-        self.name, self.transport = inner.name, inner.transport
-        self._inner = inner
-        self._faults = faults
-
-    def read(self, ref: PayloadRef, names: Sequence[str]) -> dict[str, Tensor]:
-        faults = self._faults.get(ref.manifest.sequence_number)
-        if faults:
-            faults.pop(0)()
-        return self._inner.read(ref, names)
-
-    def _fill(self, ref: PayloadRef, run: ByteRun, buffer: ByteArray) -> None:
-        self._inner._fill(ref, run, buffer)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def refusing(reason: Reason) -> Callable[[], None]:
-    def fail() -> None:
-        raise SlipstreamError("injected", reason=reason)
-
-    return fail
-
-
-class Desk:
-    """One run's feeder, opened by `start`."""
-
-    def __init__(self, recipe: Path, address: str, directory: Path) -> None:
-        self._recipe, self._directory = recipe, directory
-        self.notice = WaitNotice(address)
-        self.client = TargetClient(address, on_wait=self.notice, on_answer=self.notice.over)
-        self.stop = threading.Event()
-        self.source: BatchSource | None = None
-
-    def join(self, name: str, *settings: str) -> TargetLink:
-        spec = load_recipe(self._recipe, [f"name={name}", *settings]).spec
-        self.spec = spec
-        run = RunDirectory(self._directory)
-        link = TargetLink(self.client, self.notice, spec, run, pin_memory=False)
-        link.handshake()
-        link.begin(Position(incarnation=run.newest_incarnation()), LAYERS)
-        return link
-
-    def start(
-        self, name: str, *settings: str, faults: dict[int, list[Callable[[], None]]] | None = None
-    ) -> tuple[TargetLink, BatchSource]:
-        link = self.join(name, *settings)
-        if faults:
-            link._reader = FaultyReader(link.reader, faults)
-        train, stream = self.spec.train, self.spec.stream
-        assert train.max_steps is not None
-        plan = PackPlan(
-            first_sequence_number=link.first_sequence_number,
-            packs_per_step=train.packs_per_step,
-            total_steps=train.max_steps,
-            tensor_shapes=SHAPES,
-            num_anchors=train.anchors_per_pack,
-            seed=train.seed,
-            prefetch_packs=stream.prefetch_packs,
-            lease_seconds=stream.lease_seconds,
-        )
-        self.source = BatchSource(link, plan, DeviceCopy(CPU), self.stop)
-        self.source.start(0)
-        return link, self.source
-
-    def close(self) -> None:
-        if self.source is not None:
-            self.source.close()
-        self.client.close()
-
-
 @pytest.fixture
-def desk(tiny_recipe: Path, target_address: str, tmp_path: Path) -> Iterator[Desk]:
-    opened = Desk(tiny_recipe, target_address, tmp_path / "run")
+def desk(tiny_recipe: Path, target_address: str, tmp_path: Path) -> Iterator[FeederDesk]:
+    opened = FeederDesk(tiny_recipe, target_address, tmp_path / "run")
     yield opened
     opened.close()
 
@@ -142,7 +56,7 @@ def take(source: BatchSource, steps: int) -> list[list[int]]:
 
 
 def test_another_model_than_that_of_the_run_is_refused_at_the_greeting(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: FeederDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has asked before where no control plane stands between."""
     greet = desk.client.get_target
@@ -161,7 +75,7 @@ def test_another_model_than_that_of_the_run_is_refused_at_the_greeting(
 
 
 def test_lost_leases_and_corrupt_bytes_change_nothing_of_the_order(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    desk: FeederDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     faults = {
@@ -178,20 +92,20 @@ def test_lost_leases_and_corrupt_bytes_change_nothing_of_the_order(
     assert link.quarantined == frozenset()
 
 
-def test_a_pack_that_is_corrupt_again_and_again_is_left_out(desk: Desk) -> None:
+def test_a_pack_that_is_corrupt_again_and_again_is_left_out(desk: FeederDesk) -> None:
     faults = {3: [refusing(Reason.PAYLOAD_CORRUPT)] * 5}
     link, source = desk.start("spoilt", "train.packs_per_step=2", "train.max_steps=4", faults=faults)
     assert take(source, 4) == [[0, 1], [2], [4, 5], [6, 7]]
     assert link.quarantined == {3}
 
 
-def test_a_step_whose_only_pack_is_left_out_is_empty(desk: Desk) -> None:
+def test_a_step_whose_only_pack_is_left_out_is_empty(desk: FeederDesk) -> None:
     faults = {1: [refusing(Reason.PAYLOAD_CORRUPT)] * 5}
     _, source = desk.start("hollow", "train.max_steps=3", faults=faults)
     assert take(source, 3) == [[0], [], [2]]
 
 
-def test_no_more_is_fetched_than_was_allowed(desk: Desk) -> None:
+def test_no_more_is_fetched_than_was_allowed(desk: FeederDesk) -> None:
     link, source = desk.start("modest", "train.max_steps=50", "stream.prefetch_packs=4")
     with source._changed:
         assert source._changed.wait_for(lambda: len(source._ready) == 4, timeout=60)
@@ -203,7 +117,7 @@ def test_no_more_is_fetched_than_was_allowed(desk: Desk) -> None:
     assert ours.packs_leased == 6
 
 
-def test_a_pause_is_said_once_and_ends(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pause_is_said_once_and_ends(desk: FeederDesk, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     link, source = desk.start("paused", "train.max_steps=30", "stream.prefetch_packs=2")
     first = take(source, 3)
@@ -221,7 +135,7 @@ def test_a_pause_is_said_once_and_ends(desk: Desk, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("stream_paused") == 1
 
 
-def test_a_slow_read_loses_its_lease_and_is_delivered_again(desk: Desk) -> None:
+def test_a_slow_read_loses_its_lease_and_is_delivered_again(desk: FeederDesk) -> None:
     slow = threading.Event()
     faults: dict[int, list[Callable[[], None]]] = {1: [lambda: void(slow.wait(1.0))]}
     link, source = desk.start("slow", "train.max_steps=4", "stream.lease_seconds=0.3", faults=faults)
@@ -230,7 +144,7 @@ def test_a_slow_read_loses_its_lease_and_is_delivered_again(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("failure", [SlipstreamError("x", reason=Reason.TRANSPORT_UNAVAILABLE), ValueError("a defect")])
-def test_what_ends_the_feeder_is_raised_where_the_training_is(desk: Desk, failure: Exception) -> None:
+def test_what_ends_the_feeder_is_raised_where_the_training_is(desk: FeederDesk, failure: Exception) -> None:
     def fail() -> None:
         raise failure
 
@@ -241,7 +155,7 @@ def test_what_ends_the_feeder_is_raised_where_the_training_is(desk: Desk, failur
 
 
 def test_a_wait_to_confirm_the_last_pack_is_over_once_it_was_answered(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    desk: FeederDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The feeder ends then, and asks for nothing more."""
     caplog.set_level(logging.INFO)
@@ -263,11 +177,11 @@ def test_a_wait_to_confirm_the_last_pack_is_over_once_it_was_answered(
 
 
 def test_a_newer_trainer_ends_the_older_feeder(
-    desk: Desk, tiny_recipe: Path, target_address: str, tmp_path: Path
+    desk: FeederDesk, tiny_recipe: Path, target_address: str, tmp_path: Path
 ) -> None:
     link, source = desk.start("overtaken", "train.max_steps=100000")
     assert take(source, 2) == [[0], [1]]
-    newcomer = Desk(tiny_recipe, target_address, tmp_path / "run")
+    newcomer = FeederDesk(tiny_recipe, target_address, tmp_path / "run")
     newer, newer_source = newcomer.start("overtaken", "train.max_steps=100000")
     with pytest.raises(SlipstreamError) as stale:
         take(source, 100)
@@ -280,7 +194,7 @@ def test_a_newer_trainer_ends_the_older_feeder(
     newcomer.close()
 
 
-def test_a_commit_that_was_given_up_goes_before_the_next(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_was_given_up_goes_before_the_next(desk: FeederDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     link, source = desk.start("given-up", "train.max_steps=5")
 
     def told_to_stop(_request: object) -> None:
@@ -297,7 +211,7 @@ def test_a_commit_that_was_given_up_goes_before_the_next(desk: Desk, monkeypatch
     assert ours.packs_committed == 2
 
 
-def test_a_lease_comes_back_while_a_commit_waits(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_comes_back_while_a_commit_waits(desk: FeederDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the leases that are out would run out; also when the answer names a pack that is quarantined now."""
     link = desk.join("unwritten", "train.max_steps=5")
     waits, go_on = threading.Event(), threading.Event()
@@ -330,7 +244,7 @@ def test_a_lease_comes_back_while_a_commit_waits(desk: Desk, monkeypatch: pytest
 
 
 def test_a_commit_to_a_server_with_an_older_ledger_is_made_good_by_a_seek(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    desk: FeederDesk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     link, source = desk.start("rolled-back", "train.max_steps=9")
@@ -350,7 +264,7 @@ def test_a_commit_to_a_server_with_an_older_ledger_is_made_good_by_a_seek(
     assert ours.packs_committed == 9
 
 
-def test_nothing_is_computed_behind_the_end_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_behind_the_end_of_the_run(desk: FeederDesk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server computes ahead of its trainers, and knows of `max_steps` what they tell it."""
     asked: list[int] = []
     lease_packs = desk.client.lease_packs
@@ -368,7 +282,7 @@ def test_nothing_is_computed_behind_the_end_of_the_run(desk: Desk, monkeypatch: 
     assert stats.packs_computed == 5
 
 
-def test_a_stop_ends_the_wait(desk: Desk) -> None:
+def test_a_stop_ends_the_wait(desk: FeederDesk) -> None:
     link, source = desk.start("stopped", "train.max_steps=100000")
     take(source, 1)
     desk.client.pause_subscription(admin_pb.PauseSubscriptionRequest(subscription=link.subscription))
@@ -383,7 +297,7 @@ def test_a_stop_ends_the_wait(desk: Desk) -> None:
     assert not source._thread.is_alive()
 
 
-def test_a_pack_of_another_shape_never_reaches_the_device(desk: Desk) -> None:
+def test_a_pack_of_another_shape_never_reaches_the_device(desk: FeederDesk) -> None:
     link = desk.join("misfit", "train.max_steps=3")
     wrong = dict(SHAPES) | {"input_ids": (256,)}
     plan = PackPlan(0, 1, 3, wrong, 16, 0, 2, 60.0)
@@ -394,7 +308,7 @@ def test_a_pack_of_another_shape_never_reaches_the_device(desk: Desk) -> None:
     assert refused.value.reason is Reason.PACK_OUTSIDE_BUCKETS
 
 
-def test_a_short_pack_is_padded_to_its_bucket(desk: Desk) -> None:
+def test_a_short_pack_is_padded_to_its_bucket(desk: FeederDesk) -> None:
     link = desk.join("padded", "train.max_steps=2")
     longer = {name: (256, *shape[1:]) for name, shape in SHAPES.items()}
     plan = PackPlan(link.first_sequence_number, 1, 2, longer, 16, 0, 2, 60.0, shorter_lengths=(384,))
