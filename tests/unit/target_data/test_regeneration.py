@@ -14,6 +14,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.wire.data_report import ReportBuilder
+from target_server import answering_progress
 from target_server.answering_progress import AnsweringProgress
 from target_server.answers_file import BATCH_ON_CPU, BATCH_ON_GPU, default_batch, require_writable
 from target_server.cli import run_command
@@ -94,9 +95,11 @@ def test_a_file_without_an_answer_is_not_begun(target: LoadedTarget, tmp_path: P
 
 
 def test_how_far_it_is_is_said_within_a_batch_and_behind_it(
-    target: LoadedTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: LoadedTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token takes a second here: a batch of 24 lasts longer than the ten after which something is said."""
+    # Who looks from outside would turn the clock as well, whenever this machine lets it.
+    monkeypatch.setattr(answering_progress, "_LOOK_SECONDS", 3600.0)
     seconds = itertools.count()
     answering = Regenerator(target, Sampling(24, batch=2), ends=frozenset())
     answering.progress = AnsweringProgress(clock=lambda: float(next(seconds)))
@@ -112,8 +115,11 @@ def test_how_far_it_is_is_said_within_a_batch_and_behind_it(
     assert (end["prompts"], end["seconds_left"]) == ("6/6", 0)
 
 
-def test_how_far_it_is_is_said_while_no_token_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_how_far_it_is_is_said_while_no_token_comes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch of long prompts is read for minutes before its first token."""
+    monkeypatch.setattr(answering_progress, "_LOOK_SECONDS", 0.01)
     seconds = itertools.count(step=20)
     progress = AnsweringProgress(clock=lambda: float(next(seconds)))
     heard = threading.Event()
