@@ -27,7 +27,6 @@ from torch import Tensor
 
 from drafter_trainer.checkpoint_state import (
     FORMAT_VERSION,
-    MANIFEST,
     CheckpointState,
     HeldoutEstimate,
     best_checkpoint,
@@ -40,6 +39,7 @@ from drafter_trainer.checkpoint_state import (
 )
 from drafter_trainer.run_directory import RunDirectory, disk_errors_in_words
 from drafter_trainer.safetensors_file import write_safetensors
+from slipstream.checkpoint_name import MANIFEST
 from slipstream.disk import sync_directory
 from slipstream.errors import SlipstreamError
 

@@ -13,6 +13,7 @@ from typing import Any
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slipstream.checkpoint_name import MANIFEST
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -20,7 +21,6 @@ from slipstream.telemetry.logs import log_event
 FORMAT_VERSION = 2
 """Raised with whatever a reader must understand, so that an older one refuses it in words. Every version from 1 on is
 read: 1 has no `heldout` in state.json, no `architecture` in drafter_config.json, and a recipe without what is newer."""
-MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 24
 
 _log = logging.getLogger(__name__)

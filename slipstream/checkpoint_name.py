@@ -11,11 +11,13 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import run_directories
+from slipstream.model_names import is_hub_model
 from slipstream.run_spec.reasons import Reason
 
+MANIFEST = "manifest.json"
+"""What a directory is a checkpoint by: written last, it names the other files."""
 NEWEST = ("", "latest")
 """What chooses the newest one."""
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _NUMBER = re.compile(r"(?:step-)?0*(\d+)")
 
 
@@ -126,6 +128,6 @@ def _run_directory(run: str, home: Path | None) -> Path:
 
 def _how_to_fetch(name: str) -> str:
     """What to do with the name of a published drafter; nothing where it is rather a path."""
-    if not _HUB_NAME.fullmatch(name) or Path(name).parent.exists():
+    if not is_hub_model(name) or Path(name).parent.exists():
         return ""
     return f" A drafter of a hub is downloaded first: `hf download {name} --local-dir DIR`, then give DIR."

@@ -6,13 +6,13 @@ Who creates a run asks early, perhaps as another user than the trainer's, and re
 import os
 from pathlib import Path
 
+from slipstream.checkpoint_name import MANIFEST
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 _REMEDY = "Give the trainer's path of a run, a checkpoint, or a drafter in one of the formats."
-_MANIFEST = "manifest.json"
 # The last is SpecForge's: the reader knows what to do about it.
-_DRAFTERS = (_MANIFEST, "config.json", "training_state.pt")
+_DRAFTERS = (MANIFEST, "config.json", "training_state.pt")
 _CHECKPOINTS = ("latest", "step-*", ".replaced-step-*")
 
 
@@ -52,7 +52,7 @@ def _what_is_wrong(directory: Path) -> tuple[str, str] | None:
             return "no directory on this machine", _REMEDY
         if (directory / "checkpoints").is_dir() or any((directory / name).exists() for name in _DRAFTERS):
             return None
-        return f"a directory without a drafter: neither {_MANIFEST} nor config.json is in it", _REMEDY
+        return f"a directory without a drafter: neither {MANIFEST} nor config.json is in it", _REMEDY
     except PermissionError:
         return None
     except OSError as error:

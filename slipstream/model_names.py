@@ -14,6 +14,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def is_hub_model(name: str) -> bool:
+    """Whether a model of a hub may be called so, OWNER/NAME; a relative path may be, too."""
+    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
 def surely_differ(wanted: str, wanted_revision: str | None, served: str, served_revision: str | None) -> str | None:
     """What is served and what was wanted, "serves …, the run is defined for …"; None when nothing is known against it.
 
@@ -23,7 +28,7 @@ def surely_differ(wanted: str, wanted_revision: str | None, served: str, served_
         served: as the target says.
         served_revision: the commit that it has loaded, if it knows one.
     """
-    if not (_is_hub_name(wanted) and _is_hub_name(served)):
+    if not (is_hub_model(wanted) and is_hub_model(served)):
         return None
     if wanted.casefold() != served.casefold():
         return f"serves {served}, the run is defined for {wanted}"
@@ -41,7 +46,3 @@ def other_model(message: str, choose: str, served: str, served_revision: str | N
         reason=Reason.TARGET_INCOMPATIBLE,
         remedy=f"{choose}, or say in the definition what this one serves: target.model={served}{revision}.",
     )
-
-
-def _is_hub_name(model: str) -> bool:
-    return _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf")

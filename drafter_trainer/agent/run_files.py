@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter_trainer.agent.line_tail import LineTail, last_line
+from slipstream.checkpoint_name import MANIFEST
 
 MAX_LINES = 200
 """Of metrics, and of the log, in one heartbeat. All of a heartbeat is less than 1 MiB."""
@@ -138,7 +139,7 @@ def _depth(value: Any) -> int:
 def _checkpoint(directory: Path, siblings: int) -> dict[str, Any] | None:
     """None for one that is not complete, or is removed just now. `siblings`: how many share a heartbeat."""
     try:
-        saved_at = (directory / "manifest.json").stat().st_mtime
+        saved_at = (directory / MANIFEST).stat().st_mtime
         state = json.loads((directory / "state.json").read_bytes())
         path = str(directory.absolute())
         return {

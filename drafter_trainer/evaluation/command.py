@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
+from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.evaluation.decoding_progress import DecodingProgress, decoding_progress
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
-from slipstream.checkpoint_name import find_checkpoint
+from slipstream.checkpoint_name import MANIFEST, find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from drafter_trainer.checkpoint import load_drafter_weights
-from drafter_trainer.checkpoint_state import MANIFEST, newest_checkpoint, read_state
+from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.formats.module import as_module, check_copies, require_dflash
 from drafter_trainer.formats.provenance import PROVENANCE, read_provenance
@@ -18,6 +18,7 @@ from drafter_trainer.formats.published import read_published
 from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.self_test import compare_forward
 from drafter_trainer.formats.tensors import check_parameters
+from slipstream.checkpoint_name import MANIFEST
 from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_first_drafter
 from slipstream.run_spec.architectures import DFLASH

@@ -1,7 +1,6 @@
 """README.md of an exported drafter: what it is, what it was made from, what was measured, how it is served."""
 
 import json
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from drafter_trainer.drafter_config import SLIDING, DFlashConfig
 from drafter_trainer.formats.self_test import SelfTest
 from slipstream.counted import counted
 from slipstream.gguf_header import read_gguf_header
+from slipstream.model_names import is_hub_model
 from slipstream.run_spec.spec import RunSpec, TargetSpec
 from slipstream.target_files import MODEL_CARD, TargetFiles, is_path
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SERVE = {
     "vllm": "vllm serve {target} \\\n"
     '  --speculative-config \'{{"model": "{directory}", "method": "dflash", "num_speculative_tokens": {drafts}}}\'',
@@ -89,12 +88,12 @@ def target_facts(given: str | None, trained: TargetSpec, files: TargetFiles | No
     licence = read_licence(files) if files else None
     # The user means a name: a directory that happens to be called so here does not make it a path.
     if given is not None and not is_path(given):
-        return TargetFacts(given, given if _HUB_NAME.fullmatch(given) else None, licence, files is not None)
+        return TargetFacts(given, given if is_hub_model(given) else None, licence, files is not None)
     name = given or trained.model
     if not _leads_somewhere(name):
         # The recipe's OWNER/NAME may also have been a directory where the target was served.
         from_hub = files is not None and files.revision is not None
-        return TargetFacts(name, name if from_hub and _HUB_NAME.fullmatch(name) else None, licence, files is not None)
+        return TargetFacts(name, name if from_hub and is_hub_model(name) else None, licence, files is not None)
     if files is not None and files.is_gguf:
         called = read_gguf_header(files.weights[0]).values.get("general.name")
         also = called if isinstance(called, str) and called.isprintable() else None
@@ -116,7 +115,7 @@ def _hub_name_in(root: Path) -> str | None:
     """Where a directory's model came from, as its config.json knows it."""
     config = root / "config.json"
     known = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path") if config.is_file() else None
-    usable = isinstance(known, str) and _HUB_NAME.fullmatch(known) and not _leads_somewhere(known)
+    usable = isinstance(known, str) and is_hub_model(known) and not _leads_somewhere(known)
     return known if usable else None
 
 
