@@ -25,4 +25,4 @@ def require_same_model(spec: dict[str, Any], target: Target) -> None:
         SlipstreamError: TARGET_INCOMPATIBLE.
     """
     if (message := other_model(spec, target)) is not None:
-        raise model_names.other_model(message, "Choose another target", target.model or "", target.revision)
+        raise model_names.other_model_error(message, "Choose another target", target.model or "", target.revision)

@@ -22,7 +22,7 @@ from drafter_trainer.wait_notice import WaitNotice
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import batch_pb2
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
-from slipstream.model_names import other_model, surely_differ
+from slipstream.model_names import other_model_error, surely_differ
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -107,7 +107,7 @@ class TargetLink:
             target = self._client.get_target()
             wanted, served = self._spec.target, (target.model_id, target.model_revision)
             if (other := surely_differ(wanted.model, wanted.revision, *served)) is not None:
-                raise other_model(f"{self._client.address} {other}.", "Name another with --target", *served)
+                raise other_model_error(f"{self._client.address} {other}.", "Name another with --target", *served)
             self._check_fingerprint(target, expected_fingerprint or self.fingerprint)
             try:
                 reader = choose_reader(

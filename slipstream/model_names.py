@@ -38,7 +38,7 @@ def surely_differ(wanted: str, wanted_revision: str | None, served: str, served_
     return None
 
 
-def other_model(message: str, choose: str, served: str, served_revision: str | None) -> SlipstreamError:
+def other_model_error(message: str, choose: str, served: str, served_revision: str | None) -> SlipstreamError:
     """The refusal; `choose`: how to take another target."""
     revision = f", target.revision={served_revision}" if served_revision else ""
     return SlipstreamError(
