@@ -56,15 +56,15 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def queries(self, projected: Tensor, tables: RotaryTables) -> Tensor:
-        """What `q_proj` gives, [R, H·d] → [H, R, d]."""
-        heads = projected.unflatten(-1, (self.num_heads, -1))
+    def queries(self, states: Tensor, tables: RotaryTables) -> Tensor:
+        """[R, D] → [H, R, d]."""
+        heads = self.q_proj(states).unflatten(-1, (self.num_heads, -1))
         return rotate(self.q_norm(heads), tables).transpose(0, 1)
 
-    def keys_and_values(self, keys: Tensor, values: Tensor, tables: RotaryTables) -> LayerContext:
-        """What `k_proj` and `v_proj` give, [S, H_kv·d] each → two of [H_kv, S, d]; for context and block alike."""
-        keys = keys.unflatten(-1, (self.num_kv_heads, -1))
-        values = values.unflatten(-1, (self.num_kv_heads, -1))
+    def keys_and_values(self, states: Tensor, tables: RotaryTables) -> LayerContext:
+        """[S, D] → two of [H_kv, S, d]; for context and block alike."""
+        keys = self.k_proj(states).unflatten(-1, (self.num_kv_heads, -1))
+        values = self.v_proj(states).unflatten(-1, (self.num_kv_heads, -1))
         return rotate(self.k_norm(keys), tables).transpose(0, 1), values.transpose(0, 1)
 
     def output(self, attended: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class DraftLayer(nn.Module):
     def forward(self, block: Tensor, context: LayerContext, tables: RotaryTables, attention: BlockAttention) -> Tensor:
         """block [R, D], this layer's projected context, tables of the block's positions → [R, D]."""
         states, attend = self.input_layernorm(block), self.self_attn
-        queries = attend.queries(attend.q_proj(states), tables)
-        keys, values = attend.keys_and_values(attend.k_proj(states), attend.v_proj(states), tables)
+        queries = attend.queries(states, tables)
+        keys, values = attend.keys_and_values(states, tables)
         keys = torch.cat((context[0], keys), dim=1)
         values = torch.cat((context[1], values), dim=1)
         block = block + attend.output(attention(queries, keys, values, self.sliding))
@@ -184,8 +184,7 @@ class DFlashDrafter(Drafter):
         """
         context = self.hidden_norm(self.fc(features))
         tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        attentions = [layer.self_attn for layer in self._draft_layers()]
-        return [attend.keys_and_values(attend.k_proj(context), attend.v_proj(context), tables) for attend in attentions]
+        return [layer.self_attn.keys_and_values(context, tables) for layer in self._draft_layers()]
 
     def draft(
         self,
