@@ -103,7 +103,8 @@ class Holder:
     """Since its last heartbeat, or since the control plane started if that is later."""
     is_lost: bool
     target_unreachable: bool = False
-    is_restarting: bool = False
+    restarts_at: int | None = None
+    """Its training process died and is started again: behind this many steps, 0 where there is no checkpoint."""
 
 
 def event_of_silence(state: RunState, holders: Sequence[Holder], *, grace_seconds: float) -> RunEvent | None:
@@ -148,9 +149,11 @@ def conditions(
     if lost:
         kind = Condition.TRAINER_LOST if len(lost) == len(holders) else Condition.DEGRADED
         found[kind] = f"Nothing is heard of {', '.join(lost)}."
-    restarting = [one.trainer for one in holders if one.is_restarting and not one.is_lost]
+    restarting = {one.trainer: one.restarts_at for one in holders if one.restarts_at is not None and not one.is_lost}
     if restarting and state in WORKING:
-        found[Condition.TRAINER_RESTARTING] = f"{', '.join(restarting)} starts again from the last checkpoint."
+        step = max(restarting.values())
+        where = f"from the checkpoint of step {step}" if step else "from the beginning: there is no checkpoint yet"
+        found[Condition.TRAINER_RESTARTING] = f"{', '.join(restarting)} starts again {where}."
     if ended_early and state in (RunState.PAUSED, RunState.STOPPED):
         found[Condition.ENDED_AT_LAST_CHECKPOINT] = "Steps after the last checkpoint will be trained again."
     return found

@@ -13,7 +13,7 @@ from control_api.background import BackgroundThread
 from control_api.model_match import other_model
 from control_api.placement import misfit, obstacle
 from control_api.settings import Settings
-from control_api.store import answers, events, runs, trainers
+from control_api.store import answers, checkpoints, events, runs, trainers
 from control_api.store.database import Database
 from control_api.store.tables import Assignment, Run, Trainer
 from slipstream.run_spec.reasons import Reason
@@ -73,7 +73,8 @@ class Reconciler(BackgroundThread):
         waits_for = self._find_trainer(session, run, now)
         state = RunState(run.state)
         held = trainers.open_assignments(session, run)
-        event = lifecycle.event_of_silence(state, self._holders(held, now), grace_seconds=self._settings.grace_seconds)
+        holders = self._holders(session, held, now)
+        event = lifecycle.event_of_silence(state, holders, grace_seconds=self._settings.grace_seconds)
         if event is not None:
             self._apply(session, run, event, held, now)
         self._refresh_conditions(session, run, waits_for, now)
@@ -144,14 +145,14 @@ class Reconciler(BackgroundThread):
         cause = runs.Cause(event, reason, message)
         runs.move(session, run, lifecycle.after_event(state, event), cause, now=now)
 
-    def _holders(self, held: Sequence[Assignment], now: float) -> list[lifecycle.Holder]:
+    def _holders(self, session: Session, held: Sequence[Assignment], now: float) -> list[lifecycle.Holder]:
         return [
             lifecycle.Holder(
                 trainer=one.trainer.name,
                 silent_seconds=self.silent_seconds(one.trainer, now),
                 is_lost=self.is_lost(one.trainer, now),
                 target_unreachable=one.target_unreachable,
-                is_restarting=one.restarting,
+                restarts_at=(checkpoints.newest_step(session, one.run_id) or 0) if one.restarting else None,
             )
             for one in held
         ]
@@ -160,7 +161,7 @@ class Reconciler(BackgroundThread):
         target = None if run.target.status == "REACHABLE" else f"{run.target.name}: {run.target.detail}"
         found = lifecycle.conditions(
             RunState(run.state),
-            self._holders(trainers.open_assignments(session, run), now),
+            self._holders(session, trainers.open_assignments(session, run), now),
             target=target,
             waits_for=waits_for or "No trainer is registered and free.",
             misfit=self.misfit(session, run, now) if run.state == RunState.PENDING else None,

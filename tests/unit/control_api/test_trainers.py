@@ -179,6 +179,18 @@ def test_a_child_that_dies_is_told_once_and_restarted(desk: Desk) -> None:
     assert desk.conditions() == set(), "it starts for another reason"
 
 
+def test_where_it_starts_again_is_said(desk: Desk) -> None:
+    work = desk.running()
+    for made, where in (
+        ([], "from the beginning: there is no checkpoint yet"),
+        ([4, 8], "from the checkpoint of step 8"),
+    ):
+        desk.beat("t1", report(work, "RUNNING", checkpoints=[checkpoint(step) for step in made]))
+        desk.beat("t1", report(work, "STARTING", exit=DIED | {"child": 1 + len(made)}))
+        desk.reconcile()
+        assert [one["message"] for one in desk.get("runs/demo")["conditions"]] == [f"t1 starts again {where}."]
+
+
 def test_a_fatal_end_has_its_reason(desk: Desk) -> None:
     work = desk.running()
     desk.beat("t1", report(work, "STARTING", exit=DIED, target_unreachable=True))
