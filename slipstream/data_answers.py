@@ -80,7 +80,8 @@ def _files_of(path: Path) -> list[Path]:
             return training_files(path, data_files(path))
         if not path.exists() and GLOB.search(str(path)):
             directory, pattern = split_glob(path)
-            return sorted(file for file in directory.glob(pattern) if not file.name.endswith(SETTINGS_SUFFIX))
+            found = (file for file in directory.glob(pattern) if not file.name.endswith(SETTINGS_SUFFIX))
+            return sorted(file for file in found if file.is_file())
         return [path] if path.is_file() else []
     except (OSError, ValueError):  # not ours to look at, perhaps the target server's; or no pattern at all
         return []

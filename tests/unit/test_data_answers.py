@@ -49,6 +49,16 @@ def test_of_a_directory_only_what_is_read_from_it_counts(tmp_path: Path) -> None
     assert first_unproven([str(tmp_path)], "t", ("f",)) == Unproven("other.parquet", None, None)
 
 
+def test_of_a_pattern_files_count_not_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "more" / "below").mkdir(parents=True)
+    written(tmp_path / "more" / "own.jsonl", "t")
+    for pattern in ("*/*", "**/*"):
+        assert first_unproven([str(tmp_path / pattern)], "t", ("f",)) is None
+    monkeypatch.chdir(tmp_path)
+    # Whether it matches files, too, is a matter of Python's version.
+    assert first_unproven(["**"], "t", ("f",)) in (None, Unproven("**", None, None))
+
+
 @pytest.mark.parametrize("entry", ["hf://datasets/owner/name", "/nowhere/talks.jsonl", "gone-*.jsonl", "a**b"])
 def test_what_is_not_here_is_not_known(entry: str) -> None:
     assert first_unproven([entry], "t", ("f",)) == Unproven(entry, None, None)
