@@ -188,6 +188,11 @@ def part_batches_in_words(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def title_in_words(report: dict[str, Any]) -> str:
+    """Which drafter was measured."""
+    return f"Speculative decoding: {report['settings']['run']}, {report['settings']['checkpoint']}"
+
+
 def loop_in_words(report: dict[str, Any]) -> str:
     """What decoded, the same for every way of decoding."""
     settings = report["settings"]

@@ -14,6 +14,7 @@ from drafter_trainer.evaluation.report import (
     shares_in_words,
     shown_sources,
     target_in_words,
+    title_in_words,
     write_text,
 )
 from drafter_trainer.evaluation.samples import BONUS, DRAFT, FIRST
@@ -59,7 +60,7 @@ def write_pages(directory: Path, report: dict[str, Any]) -> None:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """Settings, table, verdict and samples."""
-    lines = [f"# {_title(report)}", "", *(f"- {name}: {value}" for name, value in _facts(report).items()), ""]
+    lines = [f"# {title_in_words(report)}", "", *(f"- {name}: {value}" for name, value in _facts(report).items()), ""]
     lines += _markdown_table(COLUMNS, _rows(report))
     lines += ["", f"Intervals: {report['intervals']}.", "", *(f"- {line.strip()}" for line in _verdict(report)), ""]
     lines += [f"## {_POSITIONS}", "", *_markdown_table(*_positions(report)), ""]
@@ -70,7 +71,7 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def to_html(report: dict[str, Any]) -> str:
     """One page, without scripts and without anything to load."""
-    title = escape(_title(report))
+    title = escape(title_in_words(report))
     facts = "".join(f"<li>{escape(name)}: {escape(str(value))}</li>" for name, value in _facts(report).items())
     verdict = "".join(f"<p>{escape(line)}</p>" for line in _verdict(report))
     legend = ", ".join(f'<span class="{kind}">{words}</span>' for kind, words in MEANING.items())
@@ -87,10 +88,6 @@ def to_html(report: dict[str, Any]) -> str:
 {samples or "<p>None were kept.</p>"}
 </body></html>
 """
-
-
-def _title(report: dict[str, Any]) -> str:
-    return f"Speculative decoding: {report['settings']['run']}, {report['settings']['checkpoint']}"
 
 
 def _facts(report: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from drafter_trainer.evaluation.report import (
     row_in_words,
     shown_sources,
     target_in_words,
+    title_in_words,
 )
 from drafter_trainer.evaluation.setting import Setting
 
-_TITLE = "Speculative decoding; accepted length counts the bonus token"
 _NAMES = ("setting", "decoding", "source")
 _MEASURES = ("prompts", "tokens", "accepted length", "tokens/s", "speed vs plain")
 _UNLIMITED = 100_000
@@ -38,7 +38,8 @@ def report_console() -> Console:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The numbers of every setting, source and way of decoding, then the verdict on losslessness in words."""
-    console.print(Text(_TITLE, "italic"), soft_wrap=True)
+    title = f"{title_in_words(report)}; accepted length counts the bonus token"
+    console.print(Text(title, "italic"), soft_wrap=True)
     rows = _rows(report)
     if _width((_NAMES + _MEASURES, *rows)) <= console.width:
         console.print(_table(_NAMES + _MEASURES, _without_repeats(rows), num_names=len(_NAMES)))

@@ -22,6 +22,8 @@ from slipstream.target_loading import LoadedTarget
 from tests.unit.evaluation.test_decode import random_drafter
 
 SETTINGS = {
+    "run": "tiny",
+    "checkpoint": "step-00000012",
     "dtype": "float32",
     "gap_bound": 0.0,
     "target": "other",

@@ -26,7 +26,8 @@ NUMBERS = ["80", "12345", "3.123", "[2.95, 3.31]", "123.5", "2.10x", "[2.00, 2.2
 def report(*sources: str, temperatures: tuple[float, ...] = (0.0,)) -> dict[str, object]:
     plain, drafted = (dict.fromkeys((*sources, "all"), row) for row in (PLAIN_ROW, ROW))
     results = {"plain": plain, "untrained": drafted, "trained": drafted}
-    settings = {"target_verified": True, "dtype": "float32", "loop": "caches that grow", "gap_bound": 0.0}
+    settings = {"run": "demo", "checkpoint": "step-00000640", "target_verified": True, "dtype": "float32"}
+    settings |= {"loop": "caches that grow", "gap_bound": 0.0}
     return {
         "settings": settings,
         "intervals": "95%, bootstrap over prompts, 1000 resamples, seed 0",
@@ -44,7 +45,8 @@ def printed(of: dict[str, object], width: int) -> str:
 
 def test_one_table_where_it_fits() -> None:
     text = printed(report("math", "code", temperatures=(0.0, 1.0)), 120)
-    _, header, *rows = text.splitlines()[:20]
+    title, header, *rows = text.splitlines()[:20]
+    assert title == "Speculative decoding: demo, step-00000640; accepted length counts the bonus token"
     assert re.split(r" {2,}", header.strip()) == [
         *("setting", "decoding", "source", "prompts", "tokens", "accepted length", "tokens/s", "speed vs plain"),
     ]
