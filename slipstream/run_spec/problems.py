@@ -166,4 +166,6 @@ def _nearest_source(location: tuple[int | str, ...], sources: Mapping[str, str])
         source = sources.get(".".join(parts[:length]))
         if source is not None:
             return source
-    return ""
+    # A table that nobody wrote: an override of one of its keys made it.
+    below = ".".join(parts) + "."
+    return next((source for key, source in sources.items() if key.startswith(below)), "")

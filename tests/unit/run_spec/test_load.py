@@ -165,6 +165,7 @@ epsilon = nan
 
 
 def test_unknown_key_far_from_any_lists_the_known_ones(recipe: Path) -> None:
+    assert "\n  override: trian: unknown key; did you mean train?" in refused(recipe, "trian.max_steps=3").message
     message = refused(recipe, "checkpoint.zzz=1").message
     assert "override: checkpoint.zzz: unknown key; known keys of [checkpoint]: every_steps, keep" in message
 
