@@ -18,7 +18,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.machine_probe import memory_bytes, peak_resident_bytes
 from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
 from slipstream.plan.memory import MEASUREMENT, OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
-from slipstream.plan.refusal import refusal
+from slipstream.plan.refusal import in_words, refusal
 from slipstream.plan.search import nearest_fit
 from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.architectures import DFLASH
@@ -247,8 +247,7 @@ class MemoryReport:
         fit = nearest_fit(self.sizes, limit, total)
         if fit is None:
             return f"No setting that slipstream plan tries fits into {_mib(limit)} MiB."
-        changes = " ".join(f"--set {setting}" for setting in fit.settings)
-        return f"Nearest settings that fit into {_mib(limit)} MiB: {changes}."
+        return f"Nearest settings that fit into {_mib(limit)} MiB: {in_words(fit)}."
 
 
 def _card_of(device: torch.device) -> Gpu:

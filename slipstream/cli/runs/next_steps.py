@@ -1,6 +1,7 @@
 """What a person does next with a run, by its state. After a failure that would only repeat: what to change first."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from slipstream.run_spec.states import Condition
 
 _MOST_OF_A_NAME = 61
 """Characters, with room for another two."""
+_SETTING = r"--set [a-z_]+\.[a-z_]+=\w*"
+_SETTINGS = re.compile(f"{_SETTING}(?: {_SETTING})*")
+"""As `slipstream.plan.refusal.in_words` puts them: together what fits, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,12 @@ _CHANGE_FIRST = {
         "the target, or the drafter's settings that the message names", is_defined=True
     ),
     Reason.LOSS_NOT_FINITE: _Change(
-        "optimizer.learning_rate{now}, in a new run, or what else the message names",
+        "{what}, in a new run, or what else the message names",
         lower=("optimizer", "learning_rate"),
         is_defined=True,
     ),
     Reason.OUT_OF_MEMORY: _Change(
-        "train.anchors_per_pack{now}, in a new run; or end what else fills that memory, and resume this one",
+        "{what}, in a new run; or end what else fills that memory, and resume this one",
         lower=("train", "anchors_per_pack"),
         is_defined=True,
     ),
@@ -66,7 +70,9 @@ def change_first(run: figures.Json) -> str | None:
     if change is None:
         return None
     value = _defined(run, change.lower)
-    return change.words.format(now="" if value is None else f" ({value:g})")
+    now = "" if value is None else f" ({value:g})"
+    what = "what the message proposes" if _proposed(run) else ".".join(change.lower) + now
+    return change.words.format(what=what)
 
 
 def next_commands(run: figures.Json) -> list[str]:
@@ -91,11 +97,20 @@ def _after_failure(run: figures.Json, name: str) -> list[str]:
     other = shlex.quote(f"{run['name'][:_MOST_OF_A_NAME]}-2")
     value = _defined(run, change.lower)
     setting = "KEY=VALUE" if value is None else f"{'.'.join(change.lower)}={_half(value):g}"
-    return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} --set {setting}"]
+    settings = _proposed(run) or f"--set {setting}"
+    return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} {settings}"]
 
 
 def _change(run: figures.Json) -> _Change | None:
     return _CHANGE_FIRST.get(run["reason"]) if run["state"] == "FAILED" else None
+
+
+def _proposed(run: figures.Json) -> str | None:
+    """The nearest settings that fit, where the message of a full memory names them."""
+    if run["reason"] != Reason.OUT_OF_MEMORY:
+        return None
+    found = _SETTINGS.search(run["message"] or "")
+    return None if found is None else found.group()
 
 
 def _defined(run: figures.Json, key: tuple[str, str]) -> float | None:

@@ -47,6 +47,18 @@ def test_before_a_run_that_would_fail_again_something_is_changed(
     assert slipstream("run", "ls").err.startswith("change first: "), "a list has no definitions"
 
 
+def test_the_settings_that_fit_are_those_of_the_message(desk: Desk, slipstream: Command) -> None:
+    remedy = (
+        "Nearest settings that fit into 900 MiB: --set loss.chunk_rows=64 --set train.packs_per_step=2. Give the "
+        "changed one another name (--set name=…)."
+    )
+    ended = {"child": 1, "reason": "OUT_OF_MEMORY", "message": "Full.", "remedy": remedy, "will_restart": False}
+    desk.beat(report=report(desk.running(), "FAILED", exit=ended))
+    said = slipstream("run", "get", "demo").err
+    assert said.startswith("change first: what the message proposes, in a new run; or end what else fills that memory")
+    assert said.endswith(IN_A_NEW_RUN + "--set loss.chunk_rows=64 --set train.packs_per_step=2\n")
+
+
 def test_what_is_proposed_after_a_failure_can_be_done(
     desk: Desk, slipstream: Command, tmp_path: Path, recipe: Path
 ) -> None:
