@@ -105,10 +105,10 @@ class TargetLink:
         """
         while True:
             target = self._client.get_target()
-            wanted, served = self._spec.target, (target.model_id, target.model_revision)
-            if (other := surely_differ(wanted.model, wanted.revision, *served)) is not None:
-                raise other_model_error(f"{self._client.address} {other}.", "Name another with --target", *served)
-            self._check_fingerprint(target, expected_fingerprint or self.fingerprint)
+            if expected := expected_fingerprint or self.fingerprint:
+                self._check_fingerprint(target, expected)
+            else:
+                self._check_name(target)
             try:
                 reader = choose_reader(
                     self._spec.stream.transport,
@@ -289,8 +289,14 @@ class TargetLink:
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
+    def _check_name(self, target: pb.GetTargetResponse) -> None:
+        """Of a run that has not met its target: later its fingerprint says more, whatever the hub calls it by then."""
+        wanted, served = self._spec.target, (target.model_id, target.model_revision)
+        if (other := surely_differ(wanted.model, wanted.revision, *served)) is not None:
+            raise other_model_error(f"{self._client.address} {other}.", "Name another with --target", *served)
+
     def _check_fingerprint(self, target: pb.GetTargetResponse, expected: str) -> None:
-        if expected and target.target_fingerprint != expected:
+        if target.target_fingerprint != expected:
             raise SlipstreamError(
                 f"The target changed under run {self._spec.name}: it was trained with fingerprint {expected}, "
                 f"{self._client.address} serves {target.model_id} with {target.target_fingerprint}.",

@@ -12,6 +12,8 @@ import pytest
 
 from drafter_trainer.batch_source import BatchSource
 from drafter_trainer.device_copy import DeviceCopy
+from drafter_trainer.run_directory import RunDirectory
+from drafter_trainer.target_link import TargetLink
 from drafter_trainer.training_packs import PackPlan
 from slipstream.errors import SlipstreamError
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
@@ -56,7 +58,7 @@ def take(source: BatchSource, steps: int) -> list[list[int]]:
 
 
 def test_another_model_than_that_of_the_run_is_refused_at_the_greeting(
-    desk: FeederDesk, monkeypatch: pytest.MonkeyPatch
+    desk: FeederDesk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nobody has asked before where no control plane stands between."""
     greet = desk.client.get_target
@@ -71,7 +73,16 @@ def test_another_model_than_that_of_the_run_is_refused_at_the_greeting(
     with pytest.raises(SlipstreamError, match="serves other/model, the run is defined for some/model") as refused:
         desk.join("another", "target.model=some/model")
     assert refused.value.reason is Reason.TARGET_INCOMPATIBLE and "target.model=other/model" in refused.value.remedy
-    desk.join("a-copy", "target.model=./some/model")
+    joined = desk.join("a-copy", "target.model=./some/model")
+    # The hub has renamed it since the run began: the fingerprint decides.
+    named = desk.spec.target.model_copy(update={"model": "some/model"})
+    spec = desk.spec.model_copy(update={"target": named})
+    resumed = TargetLink(desk.client, desk.notice, spec, RunDirectory(tmp_path / "resumed"), pin_memory=False)
+    resumed.handshake(joined.fingerprint)
+    with pytest.raises(SlipstreamError, match="The target changed under run a-copy") as refused:
+        resumed.handshake("f" * 64)
+    assert refused.value.reason is Reason.TARGET_FINGERPRINT_MISMATCH
+    resumed.close()
 
 
 def test_lost_leases_and_corrupt_bytes_change_nothing_of_the_order(
