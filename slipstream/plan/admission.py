@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slipstream.plan.gpus import Gpu, gpu_named
-from slipstream.plan.refusal import refusal
+from slipstream.plan.refusal import can_run, refusal
 from slipstream.plan.report import sizes_of_run
 from slipstream.plan.sizes import RunSizes
 from slipstream.plan.target_sizes import sizes_at_hand
@@ -37,10 +37,9 @@ def require_fit(sizes: RunSizes, devices: Iterable[Device]) -> None:
     known = [one for one in found if one is not None]
     if not known or len(known) < len(found):
         return
-    refusals = [refusal(sizes, one) for one in sorted(known, key=lambda one: one.memory_bytes)]
-    if None not in refusals:
-        assert refusals[-1] is not None
-        raise refusals[-1]
+    largest = max(known, key=lambda one: one.memory_bytes)
+    if not any(can_run(sizes, one) for one in known) and (why := refusal(sizes, largest)) is not None:
+        raise why
 
 
 def _described(trainer: str, device: Mapping[str, Any]) -> Gpu | None:

@@ -35,6 +35,12 @@ def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
     return SlipstreamError(f"{needs}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
 
 
+def can_run(sizes: RunSizes, device: Gpu) -> bool:
+    """Whether `refusal` finds nothing against it, without a search for what would fit."""
+    room = device.memory_bytes
+    return why_not_there(sizes, device) is None and plan_memory(sizes, room).peak_bytes <= room
+
+
 def nearest_there(sizes: RunSizes, gpu: Gpu) -> Fit | None:
     """The nearest settings with which the run fits on such a card, without FP8 where it has none; None if none does."""
     if why_not_there(sizes, gpu) is None:
