@@ -36,7 +36,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     spec = define_run(body, services.settings.data_roots)
     with services.database.read() as session:
         present = services.reconciler.present(session, services.clock())
-        require_trainable(spec, services.settings.data_roots, present)
+    require_trainable(spec, services.settings.data_roots, present)
 
     def create(session: Session) -> RunDetail:
         target = require_target(session, body.target) if body.target is not None else _only_target(session)
