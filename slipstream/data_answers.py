@@ -32,7 +32,8 @@ class Unproven:
 
 
 def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[str] = ()) -> Unproven | None:
-    """Look for answers that are not known to be the target's own; None where all are. A file that is says so first.
+    """Look for answers that are not known to be the target's own; None where all are. What another model
+    has signed comes before what nobody has.
 
     Args:
         entries: `data.files`.
