@@ -26,9 +26,10 @@ class Unproven:
     file: str
     """Its name, or the entry of `data.files` that is not on this machine."""
     written_by: str | None
-    """The model that answered, without the directories of this machine; None: nothing says who did."""
+    """The model that answered, without the directories of this machine; None: nothing says who did, or it is called as
+    the target is: a copy of a hub's model has another fingerprint, and a later model of that name, too."""
     fingerprint: str | None
-    """Of that model."""
+    """Of the model that answered."""
 
 
 def first_unproven(entries: Sequence[str], model: str, fingerprints: Sequence[str] = ()) -> Unproven | None:
@@ -65,10 +66,11 @@ def _unproven(entry: str, model: str, fingerprints: Sequence[str]) -> Iterator[U
         settings = read_settings(file) or read_settings(file.with_name(file.name.removesuffix(".gz")))
         name, fingerprint = settings.get("target"), settings.get("target_fingerprint")
         # A directory here is often called as the model is at a hub, and elsewhere.
-        is_own = fingerprint in fingerprints if fingerprints else name is not None and _last(str(name)) == _last(model)
-        if not is_own:
+        is_namesake = name is not None and _last(str(name)) == _last(model)
+        if not (fingerprint in fingerprints if fingerprints else is_namesake):
             named = _last(str(name)) if name and is_path(str(name)) else name
-            yield Unproven(file.name, str(named) if named else None, str(fingerprint) if fingerprint else None)
+            other = str(named) if named and not is_namesake else None
+            yield Unproven(file.name, other, str(fingerprint) if fingerprint else None)
 
 
 def _last(name: str) -> str:

@@ -223,7 +223,7 @@ def answers_in_words(report: dict[str, Any]) -> list[str]:
         return []
     return [
         f"Accepted length is about 1.0: hardly trained, or trained on answers that the target did not write (nothing "
-        f"says who wrote {found['file']}). {REMEDY}"
+        f"shows who wrote {found['file']}). {REMEDY}"
     ]
 
 

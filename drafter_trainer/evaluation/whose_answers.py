@@ -19,7 +19,7 @@ def unproven_answers(spec: RunSpec, fingerprint: str | None, target: TargetSpec 
             fingerprint.
 
     Returns:
-        `file`, `written_by` (None: nothing says who wrote it) and `fingerprint`; None where there is no such file.
+        `file`, `written_by` (None: nothing shows who wrote it) and `fingerprint`; None where there is no such file.
     """
     if fingerprint is None:
         return None

@@ -38,6 +38,12 @@ def test_anothers_come_before_what_nobody_signed(tmp_path: Path) -> None:
         assert first_unproven(entries, "t", ("f",)) == expected
 
 
+def test_a_namesake_of_other_weights_is_not_called_another_model(tmp_path: Path) -> None:
+    """A hub's model and its copy in a directory differ in their fingerprints, for the revision is in one of them."""
+    copied = written(tmp_path / "a.jsonl", "owner/target", "of the hub's")
+    assert first_unproven([copied], "/models/target", ("f",)) == Unproven("a.jsonl", None, "of the hub's")
+
+
 def test_of_a_directory_only_what_is_read_from_it_counts(tmp_path: Path) -> None:
     """Data files below it, of the train split where there is one: as the target server takes them."""
     (tmp_path / "train").mkdir()

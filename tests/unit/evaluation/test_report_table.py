@@ -95,7 +95,7 @@ def test_in_a_pipe_every_row_is_one_line(capsys: pytest.CaptureFixture[str], mon
     ("length", "unproven", "words"),
     [
         (1.05, None, ""),
-        (1.05, {"file": "talks.jsonl", "written_by": None}, "nothing says who wrote talks.jsonl"),
+        (1.05, {"file": "talks.jsonl", "written_by": None}, "nothing shows who wrote talks.jsonl"),
         (1.8, {"file": "talks.jsonl", "written_by": None}, ""),
         (1.8, {"file": "talks.jsonl", "written_by": "owner/other"}, "owner/other wrote talks.jsonl, not the target"),
     ],
