@@ -32,11 +32,7 @@ def append_rows(file: IO[bytes], rows: Sequence[bytes]) -> None:
         file.flush()
         os.fsync(file.fileno())
     except OSError as error:
-        raise SlipstreamError(
-            f"{file.name} cannot be written: {error.strerror}.",
-            reason=Reason.DISK_FULL,
-            remedy="Make room and start again: what was answered so far is kept.",
-        ) from error
+        raise _not_written(file.name, error) from error
 
 
 def whole_rows(file: IO[bytes]) -> int:
@@ -93,12 +89,15 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
     """Record what the answers are made with; of a file that was begun, compare it.
 
     Raises:
-        SlipstreamError: as `require_writable`, or DATA_INVALID, it was begun with other settings.
+        SlipstreamError: as `require_writable`, or DATA_INVALID, it was begun with other settings; DISK_FULL.
     """
     require_writable(output)
     beside = settings_beside(output)
     if not _is_begun(output):
-        beside.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        try:
+            beside.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise _not_written(str(beside), error) from error
         return
     before = read_settings(output)
     differences = [key for key in sorted(before.keys() | settings.keys()) if before.get(key) != settings.get(key)]
@@ -108,3 +107,11 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
             reason=Reason.DATA_INVALID,
             remedy="Name another --to, or use the settings in " + beside.name + ".",
         )
+
+
+def _not_written(name: str, error: OSError) -> SlipstreamError:
+    return SlipstreamError(
+        f"{name} cannot be written: {error.strerror}.",
+        reason=Reason.DISK_FULL,
+        remedy="Make room and start again: what was answered so far is kept.",
+    )

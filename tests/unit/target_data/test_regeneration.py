@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.answers_settings import settings_beside
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -16,7 +17,7 @@ from slipstream.target_loading import LoadedTarget, load_causal_lm
 from slipstream.wire.data_report import ReportBuilder
 from target_server import answering_progress
 from target_server.answering_progress import AnsweringProgress
-from target_server.answers_file import BATCH_ON_CPU, BATCH_ON_GPU, default_batch, require_writable
+from target_server.answers_file import BATCH_ON_CPU, BATCH_ON_GPU, check_settings, default_batch, require_writable
 from target_server.cli import run_command
 from target_server.regeneration import Asked, Regenerator, Sampling, answer_prompts
 from tests.fakes.served_model import write_tiny_target
@@ -92,6 +93,14 @@ def test_a_file_without_an_answer_is_not_begun(target: LoadedTarget, tmp_path: P
         answer_prompts(answering, iter(asked), output, {**WHOSE, "data": data}, ReportBuilder(), len(asked))
     assert len(output.read_text().splitlines()) == 1
     assert json.loads((tmp_path / "answers.jsonl.settings.json").read_text())["data"] == "something"
+
+
+def test_a_disk_that_is_full_before_the_first_answer_ends_in_words(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    settings_beside(output).symlink_to("/dev/full")
+    with pytest.raises(SlipstreamError, match=r"settings\.json cannot be written: No space left") as caught:
+        check_settings(output, WHOSE)
+    assert caught.value.reason is Reason.DISK_FULL and "start again" in caught.value.remedy
 
 
 def test_how_far_it_is_is_said_within_a_batch_and_behind_it(
