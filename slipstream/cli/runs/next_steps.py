@@ -70,7 +70,7 @@ def change_first(run: figures.Json) -> str | None:
     if change is None:
         return None
     value = _defined(run, change.lower)
-    now = "" if value is None else f" ({value:g})"
+    now = "" if value is None else f" ({_written(value)})"
     what = "what the message proposes" if _proposed(run) else ".".join(change.lower) + now
     return change.words.format(what=what)
 
@@ -95,8 +95,8 @@ def _after_failure(run: figures.Json, name: str) -> list[str]:
     if change is None or not change.is_defined:
         return [f"run resume {name}"]
     other = shlex.quote(f"{run['name'][:_MOST_OF_A_NAME]}-2")
-    value = _defined(run, change.lower)
-    setting = "KEY=VALUE" if value is None else f"{'.'.join(change.lower)}={_half(value):g}"
+    lower = _half(_defined(run, change.lower))
+    setting = "KEY=VALUE" if lower is None else f"{'.'.join(change.lower)}={_written(lower)}"
     settings = _proposed(run) or f"--set {setting}"
     return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} {settings}"]
 
@@ -120,5 +120,13 @@ def _defined(run: figures.Json, key: tuple[str, str]) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _half(value: float) -> float:
-    return max(1, value // 2) if isinstance(value, int) else value / 2
+def _half(value: float | None) -> float | None:
+    """None where there is no half of it: a count of 1 is the least."""
+    if isinstance(value, int):
+        return value // 2 or None
+    return None if value is None else value / 2
+
+
+def _written(value: float) -> str:
+    """As a recipe takes it: a count in full."""
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.runs.next_steps import change_first, next_commands
 from tests.fakes.control_plane import Desk, report
 from tests.unit.cli.conftest import Command
 
@@ -45,6 +46,14 @@ def test_before_a_run_that_would_fail_again_something_is_changed(
     assert said.startswith(f"change first: {first}")
     assert said.endswith(f"\nnext: slipstream run logs demo --tail 50\n{then}\n")
     assert slipstream("run", "ls").err.startswith("change first: "), "a list has no definitions"
+
+
+@pytest.mark.parametrize(("anchors", "setting"), [(2_000_002, "train.anchors_per_pack=1000001"), (1, "KEY=VALUE")])
+def test_a_count_is_written_in_full_and_the_least_is_not_halved(anchors: int, setting: str) -> None:
+    spec = {"train": {"anchors_per_pack": anchors}}
+    run = {"name": "demo", "state": "FAILED", "reason": "OUT_OF_MEMORY", "message": "Full.", "spec": spec}
+    assert next_commands(run)[-1].endswith(f" --set {setting}")
+    assert f"train.anchors_per_pack ({anchors})" in str(change_first(run))
 
 
 def test_the_settings_that_fit_are_those_of_the_message(desk: Desk, slipstream: Command) -> None:
