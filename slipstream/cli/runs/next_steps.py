@@ -95,7 +95,8 @@ def _after_failure(run: figures.Json, name: str) -> list[str]:
     if change is None or not change.is_defined:
         return [f"run resume {name}"]
     other = shlex.quote(f"{run['name'][:_MOST_OF_A_NAME]}-2")
-    lower = _half(_defined(run, change.lower))
+    value = _defined(run, change.lower)
+    lower = None if value is None else _half(value)
     setting = "KEY=VALUE" if lower is None else f"{'.'.join(change.lower)}={_written(lower)}"
     settings = _proposed(run) or f"--set {setting}"
     return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} {settings}"]
@@ -120,11 +121,10 @@ def _defined(run: figures.Json, key: tuple[str, str]) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _half(value: float | None) -> float | None:
+def _half(value: float) -> float | None:
     """None where there is no half of it: a count of 1 is the least."""
-    if isinstance(value, int):
-        return value // 2 or None
-    return None if value is None else value / 2
+    half = value // 2 if isinstance(value, int) else value / 2
+    return half or None
 
 
 def _written(value: float) -> str:
