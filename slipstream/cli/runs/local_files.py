@@ -23,7 +23,7 @@ def require_local_files(spec: RunSpec, client: ControlClient, target: str | None
     """Refuse a run that names what is not here, where here is where it is read.
 
     That is known only where API and target server are reached over loopback: in containers, and on other machines, the
-    same path means another file. A target server that says what it serves is compared with the run by the API.
+    same path means another file. Of hub names the API knows whether the target serves them.
 
     Args:
         spec: with the paths that the API is given.
@@ -50,7 +50,9 @@ def require_files(spec: RunSpec, serves: str | None) -> None:
             raise _missing(key, file, Reason.DATA_INVALID)
     require_possible_first_drafter(spec.drafter.init_from)
     model = spec.target.model
-    if serves is None and (Path(model).is_absolute() or model.endswith(".gguf")) and not _exists(model):
+    # A model that was moved since the target loaded it keeps its name.
+    is_served = serves is not None and Path(serves).name == Path(model).name
+    if not is_served and (Path(model).is_absolute() or model.endswith(".gguf")) and not _exists(model):
         raise _missing("target.model", model, Reason.MODEL_INVALID)
 
 

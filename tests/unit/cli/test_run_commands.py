@@ -205,6 +205,8 @@ def test_create_leaves_files_of_another_machine_alone(
 def test_create_takes_a_model_that_the_target_serves_already(desk: Desk, slipstream: Command, recipe: Path) -> None:
     desk.serves("/gone/since/model", None)
     assert slipstream("run", "create", recipe, "--set", "target.model=/gone/since/model").status == 0
+    answer = slipstream("run", "create", recipe, "--set", "target.model=/mistyped/modle", "--name", "other")
+    assert answer.status == 3 and "target.model names /mistyped/modle, which does not exist" in answer.err
 
 
 # ---- ls and get
