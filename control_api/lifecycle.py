@@ -33,8 +33,10 @@ class TransitionIllegalError(SlipstreamError):
         self.allowed = allowed_verbs(state)
         if self.allowed:
             remedy = f"Allowed now: {', '.join(self.allowed)}."
+        elif state is RunState.STOPPING:
+            remedy = "Wait until it is STOPPED."
         else:
-            remedy = "Wait until it is STOPPED." if state is RunState.STOPPING else "No verb leads out of this state."
+            remedy = "It is finished; a new run whose drafter.init_from names one of its checkpoints trains on."
         super().__init__(message, reason=Reason.TRANSITION_ILLEGAL, remedy=remedy)
 
 
