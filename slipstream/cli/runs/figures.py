@@ -149,21 +149,24 @@ class Telling:
     then its end, and the message of all three is said once."""
 
     def __init__(self) -> None:
-        self._said = ""
-        """The last message."""
+        self._said = self._before = ""
+        """The last message, and that of the last event: what comes again after something else is told again."""
 
     def event(self, event: Json) -> str:
         """As `event_words`."""
-        return event_words(self._unsaid(event))
+        message, before = event["message"], self._before
+        self._said, self._before = message or self._said, message
+        return event_words(_without_message(event) if message == before else event)
 
     def state(self, run: Json) -> str:
         """As `state_words`."""
-        return state_words(self._unsaid(run))
-
-    def _unsaid(self, told: Json) -> Json:
-        message, said = told["message"], self._said
+        message, said = run["message"], self._said
         self._said = message or said
-        return dict(told) | {"message": ""} if message == said else told
+        return state_words(_without_message(run) if message == said else run)
+
+
+def _without_message(told: Json) -> Json:
+    return dict(told) | {"message": ""}
 
 
 def state_words(run: Json) -> str:

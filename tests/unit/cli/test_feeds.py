@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.cli.runs.figures import Telling
 from tests.fakes.control_plane import Desk, record, report
 from tests.fakes.processes import ManagedProcess
 from tests.unit.cli.conftest import Command
@@ -303,6 +304,15 @@ def test_a_failure_is_told_once_and_every_try_by_itself(desk: Desk, slipstream: 
     said = [line.split("  ", 1)[1] for line in slipstream("run", "events", "demo").out.splitlines()]
     assert said.count("t1: CHILD_DIED: It was killed.") == 2, "of two processes"
     assert "FAILED (FATAL)" in said
+
+
+def test_what_comes_again_is_told_again() -> None:
+    changed = {"type": "CONDITION_CHANGED", "source": "control-api"}
+    away = changed | {"message": "It does not answer.", "data": {"condition": "TARGET_UNREACHABLE", "holds": True}}
+    back = changed | {"message": "", "data": {"condition": "TARGET_UNREACHABLE", "holds": False}}
+    telling = Telling()
+    said = [telling.event(one) for one in (away, back, away, away)]
+    assert [words.count("It does not answer.") for words in said] == [1, 0, 1, 0]
 
 
 def test_events_are_followed(desk: Desk, start: Start) -> None:
