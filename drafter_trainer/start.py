@@ -35,10 +35,9 @@ from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink
 from drafter_trainer.wait_notice import WaitNotice
-from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_first_drafter
+from slipstream.run_length import total_steps
 from slipstream.run_spec.load import canonical_json
-from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.channel import TargetClient, WaitInterruptedError
@@ -199,25 +198,10 @@ def join(
         if saved is not None:
             go_on_from(run, saved.directory, incarnation)
         run.write_spec(canonical_json(spec), incarnation)
-    total = total_steps(spec, link.end_sequence_number, link.first_sequence_number)
-    if total == 0:
-        raise SlipstreamError(
-            "The data does not fill one step.",
-            reason=Reason.DATA_INVALID,
-            remedy="Lower train.packs_per_step or data.pack_tokens, raise train.epochs, or add conversations.",
-        )
+    end = link.end_sequence_number
+    total = total_steps(spec, None if end is None else end - link.first_sequence_number)
+    assert total is not None, "a run of epochs has an end"
     if saved is None:
         return Standing(0, total)
     check_same_length(saved.state, total)
     return Standing(saved.state.cursor.next_step, total, saved.state.loop, saved.directory)
-
-
-def total_steps(spec: RunSpec, end_sequence_number: int | None, first_sequence_number: int) -> int:
-    """Whole steps of the run: max_steps, max_tokens (never more tokens than that) or epochs, whichever comes first."""
-    train = spec.train
-    limits = [
-        train.max_steps,
-        None if train.max_tokens is None else train.max_tokens // (train.packs_per_step * spec.data.pack_tokens),
-        None if end_sequence_number is None else (end_sequence_number - first_sequence_number) // train.packs_per_step,
-    ]
-    return min(limit for limit in limits if limit is not None)

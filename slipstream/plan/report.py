@@ -3,7 +3,6 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from slipstream.errors import SlipstreamError
 from slipstream.plan.cost import CostPlan, forward_flop, plan_cost, step_flop
 from slipstream.plan.gpus import GPUS, Gpu, assumed_tflops, why_not_there
 from slipstream.plan.heldout import HeldoutAnswers, HeldoutCost, heldout_cost, read_answers
@@ -11,7 +10,7 @@ from slipstream.plan.memory import MemoryPlan, plan_memory, saved_activations
 from slipstream.plan.refusal import nearest_there
 from slipstream.plan.search import Fit, single_fits
 from slipstream.plan.sizes import RunSizes, TargetSizes
-from slipstream.run_spec.reasons import Reason
+from slipstream.run_length import total_steps
 from slipstream.run_spec.spec import RunSpec
 
 
@@ -99,27 +98,6 @@ def sizes_of_run(spec: RunSpec, target: TargetSizes) -> tuple[RunSizes, HeldoutA
     if answers is not None:
         sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
     return sizes, answers
-
-
-def total_steps(spec: RunSpec, data_packs: int | None = None) -> int | None:
-    """Of a run, as the trainer counts them; None where only the data decides, and its packs are not known.
-
-    Raises:
-        SlipstreamError: DATA_INVALID, the data does not fill one step.
-    """
-    train = spec.train
-    limits = [] if train.max_steps is None else [train.max_steps]
-    if train.max_tokens is not None:
-        limits.append(train.max_tokens // (train.packs_per_step * spec.data.pack_tokens))
-    if data_packs is not None:
-        limits.append(data_packs // train.packs_per_step)
-    if 0 in limits:
-        raise SlipstreamError(
-            f"The data does not fill one step: {data_packs} packs, a step takes {train.packs_per_step}.",
-            reason=Reason.DATA_INVALID,
-            remedy="Lower train.packs_per_step or data.pack_tokens, raise train.epochs, or add conversations.",
-        )
-    return min(limits, default=None)
 
 
 def as_json(plan: RunPlan) -> dict[str, Any]:

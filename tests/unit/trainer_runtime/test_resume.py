@@ -1,4 +1,4 @@
-"""Which recipes may go on from a checkpoint, and how long a run is."""
+"""Which recipes may go on from a checkpoint, and that a run keeps its length."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 
 from drafter_trainer.checkpoint_state import CheckpointState, Cursor, LoopState
 from drafter_trainer.resume import check_same_length, check_same_run
-from drafter_trainer.start import total_steps
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -91,18 +90,3 @@ def test_a_run_that_would_have_another_length_is_refused() -> None:
     with pytest.raises(SlipstreamError, match="planned for 10 steps, its stream now gives 12") as refused:
         check_same_length(state_of(spec()), 12)
     assert refused.value.reason is Reason.STREAM_CHANGED and refused.value.exit_code == 8
-
-
-@pytest.mark.parametrize(
-    ("train", "end", "expected"),
-    [
-        ({"max_steps": 10}, None, 10),
-        ({"max_steps": None, "max_tokens": 1000}, None, 7),  # 7 x 128 <= 1000
-        ({"max_steps": None, "max_tokens": 1000, "packs_per_step": 2}, None, 3),
-        ({"max_steps": 100, "epochs": 1}, 25, 20),  # packs 5 to 24
-        ({"max_steps": 100, "epochs": 1, "packs_per_step": 3}, 25, 6),
-        ({"max_steps": 4, "epochs": 1}, 25, 4),
-    ],
-)
-def test_the_run_ends_at_what_comes_first(train: dict[str, Any], end: int | None, expected: int) -> None:
-    assert total_steps(spec(train=train), end, 5) == expected
