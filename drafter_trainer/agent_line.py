@@ -21,6 +21,8 @@ class AgentLine:
     def __init__(self, descriptor: int | None) -> None:
         """`descriptor`: a connected stream socket, given away to this object; None: there is no agent."""
         self._socket: socket.socket | None = None
+        # Threads tell at the same time, and the kernel takes a long line in parts.
+        self._telling = threading.Lock()
         if descriptor is None:
             return
         try:
@@ -87,7 +89,7 @@ class AgentLine:
 
     def _tell(self, **news: Any) -> None:
         if self._socket is not None:
-            with suppress(OSError):  # the agent has gone
+            with self._telling, suppress(OSError):  # the agent has gone
                 self._socket.sendall(json.dumps(news).encode() + b"\n")
 
 

@@ -54,6 +54,19 @@ def test_news_and_the_hang_up() -> None:
     line.joined(4, 9)  # to nobody
 
 
+def test_what_threads_tell_at_once_is_told_line_by_line() -> None:
+    agent, child = socket.socketpair()
+    line = AgentLine(child.detach())
+    long = {"examples": ["x" * 200_000]}
+    with ThreadPoolExecutor(4) as threads, agent, agent.makefile("r") as news:
+        for step in range(20):
+            threads.submit(line.data_read, long)
+            threads.submit(line.joined, step, 20)
+        told = [json.loads(news.readline()) for _ in range(40)]
+    assert sorted(one["next_step"] for one in told if "next_step" in one) == list(range(20))
+    assert sum("data" in one for one in told) == 20
+
+
 def test_a_commit_that_waits_is_not_over_because_packs_still_come() -> None:
     agent, child = socket.socketpair()
     notice = WaitNotice("h:1", AgentLine(child.detach()))
