@@ -13,6 +13,7 @@ from drafter_trainer.drafter_registry import configuration_of, failures_of_packa
 from slipstream.errors import SlipstreamError
 from slipstream.mask_token import mask_row
 from slipstream.run_spec.architectures import DFLASH
+from slipstream.run_spec.head_sizes import require_heads
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import DrafterSpec
 from slipstream.run_spec.target_layers import target_layers
@@ -163,7 +164,7 @@ class DFlashConfig(DrafterConfig):
             layer_types=spec.layer_types or (FULL,) * spec.num_layers,
             sliding_window=spec.sliding_window,
         )
-        _check_heads(config)
+        require_heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         return config
 
     def build(self) -> "Drafter":
@@ -238,22 +239,6 @@ def shared_fields(spec: DrafterSpec, target: TargetConfig) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "rms_norm_eps": target.rms_norm_eps,
     }
-
-
-def _check_heads(config: DFlashConfig) -> None:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise SlipstreamError(
-            f"{config.num_attention_heads} attention heads are no multiple of {config.num_key_value_heads} "
-            "key/value heads",
-            reason=Reason.SPEC_INVALID,
-            remedy="Set drafter.num_attention_heads and drafter.num_key_value_heads so that they divide.",
-        )
-    if config.head_dim % 2:
-        raise SlipstreamError(
-            f"head_dim is {config.head_dim}, rotary positions need an even one",
-            reason=Reason.SPEC_INVALID,
-            remedy="Set drafter.head_dim to an even number.",
-        )
 
 
 def _config_invalid(message: str) -> SlipstreamError:

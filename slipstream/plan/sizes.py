@@ -5,6 +5,7 @@ from typing import Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
+from slipstream.run_spec.head_sizes import require_heads
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.run_spec.target_layers import target_layers
@@ -147,8 +148,8 @@ class RunSizes:
         """Fill in what the recipe leaves to the target.
 
         Raises:
-            SlipstreamError: SPEC_INVALID, heads that do not divide; TARGET_INCOMPATIBLE, layers that the target does
-                not have; ENVIRONMENT_UNSUPPORTED, another architecture.
+            SlipstreamError: SPEC_INVALID, heads that do not divide or cannot be rotated; TARGET_INCOMPATIBLE, layers
+                that the target does not have; ENVIRONMENT_UNSUPPORTED, another architecture.
         """
         drafter, train = spec.drafter, spec.train
         if drafter.architecture != DFLASH:
@@ -159,18 +160,14 @@ class RunSizes:
             )
         heads = drafter.num_attention_heads or target.num_attention_heads
         kv_heads = drafter.num_key_value_heads or target.num_key_value_heads
-        if heads % kv_heads:
-            raise SlipstreamError(
-                f"{heads} attention heads are no multiple of {kv_heads} key/value heads",
-                reason=Reason.SPEC_INVALID,
-                remedy="Set drafter.num_attention_heads and drafter.num_key_value_heads so that they divide.",
-            )
+        head_dim = drafter.head_dim or target.head_dim
+        require_heads(heads, kv_heads, head_dim)
         sizes = cls(
             hidden_size=target.hidden_size,
             intermediate_size=drafter.intermediate_size or target.intermediate_size,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=drafter.head_dim or target.head_dim,
+            head_dim=head_dim,
             vocab_size=target.vocab_size,
             tie_word_embeddings=target.tie_word_embeddings,
             num_layers=drafter.num_layers,

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_a_recipe_and_its_target_make_size_a() -> None:
     assert RunSizes.of(spec, EXPECTED) == A
     with pytest.raises(SlipstreamError, match="no multiple of"):
         RunSizes.of(RunSpec.model_validate(spec.model_dump() | {"drafter": {"num_key_value_heads": 5}}), EXPECTED)
+    with pytest.raises(SlipstreamError, match="head_dim is 125, rotary positions need an even one"):
+        RunSizes.of(spec, replace(EXPECTED, head_dim=125))
 
 
 def test_cards_by_the_names_that_torch_gives() -> None:
