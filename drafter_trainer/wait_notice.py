@@ -63,5 +63,6 @@ class WaitNotice:
     def _tell(self, reason: Reason) -> None:
         # Under the lock, so that the agent hears in the order in which things happened.
         self._told, self._told_at = reason, self._clock()
-        log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value)
+        then = "it is asked again until it answers; Ctrl-C leaves"
+        log_event(_log, "warning", "waiting_for_target", address=self._address, reason=reason.value, then=then)
         self._agent.waits_for_target(reason)
