@@ -39,12 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run's name or directory; default: its newest checkpoint, @best the best one; or the directory of a "
         "checkpoint, or of an exported or published drafter",
     )
-    parser.add_argument("--target-model", help="directory, hub name or .gguf of the target; default: the run's")
-    parser.add_argument("--prompts", type=Path, help="JSONL with one prompt a line; default: the run's eval.prompts")
     parser.add_argument(
-        "--num-prompts", type=_PROMPTS, help="first so many prompts of every source; default: the run's"
+        "--target-model", metavar="MODEL", help="directory, hub name or .gguf of the target; default: the run's"
     )
-    parser.add_argument("--max-new-tokens", type=TOKENS, help="per prompt; default: the run's")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="JSONL with one prompt a line; default: the run's eval.prompts"
+    )
+    parser.add_argument(
+        "--num-prompts", type=_PROMPTS, metavar="N", help="first so many prompts of every source; default: the run's"
+    )
+    parser.add_argument("--max-new-tokens", type=TOKENS, metavar="N", help="per prompt; default: the run's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the run's eval.dtype")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -57,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs",
         type=within(int, 1, 4096, "number of processes"),
+        metavar="N",
         default=1,
         help="prompts decoded at once, each in a process of its own; not over caches of fixed size (default: 1)",
     )
