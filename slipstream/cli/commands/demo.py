@@ -146,11 +146,15 @@ def choose_directory(wanted: Path) -> Path:
     """The directory that is wanted; where an earlier demo has left a drafter, the next beside it: `demo-2`, `demo-3`.
 
     Raises:
-        SlipstreamError: PATH_NOT_ALLOWED, it holds something that is not a demo; STACK_DIFFERS, a demo runs there.
+        SlipstreamError: PATH_NOT_ALLOWED, it holds something that is not a demo, or no directory can be so;
+            STACK_DIFFERS, a demo runs there.
     """
-    _require_replaceable(wanted)
     beside = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return wanted if not _has_drafter(wanted) else next(one for one in beside if _is_free(one))
+    try:
+        _require_replaceable(wanted)
+        return wanted if not _has_drafter(wanted) else next(one for one in beside if _is_free(one))
+    except OSError as error:  # a name that is too long, or a directory on the way that may not be searched
+        raise _refused(f"{wanted} cannot be used: {error.strerror}") from error
 
 
 def _has_drafter(directory: Path) -> bool:

@@ -58,6 +58,18 @@ def test_a_drafter_of_an_earlier_demo_stays(tmp_path: Path) -> None:
     assert choose_directory(tmp_path / "demo-4") == tmp_path / "demo-4"
 
 
+@pytest.mark.parametrize("length", [254, 300])
+def test_a_name_that_is_too_long_is_refused_in_words(tmp_path: Path, length: int) -> None:
+    """The shorter one has room for a demo, but not for one beside it."""
+    wanted = tmp_path / ("d" * length)
+    if length < 256:
+        prepare_directory(wanted)
+        (wanted / STACK / "runs" / "demo" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    with pytest.raises(SlipstreamError, match="cannot be used: File name too long") as refused:
+        choose_directory(wanted)
+    assert refused.value.reason is Reason.PATH_NOT_ALLOWED
+
+
 def test_a_foreign_directory_with_logs_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "thesis.tex").write_text("years of work")
