@@ -83,7 +83,7 @@ class Progress:
         heldout = "" if self._heldout is None else f"held-out accepted length {self._heldout:.3f}  "
         return (
             f"step {done}/{self._total_steps} ({done / self._total_steps:.0%})  loss {loss}  "
-            f"accepted prefix {record.mean_matched_prefix:.2f}  {heldout}"
+            f"accepted length {record.mean_matched_prefix_with_bonus:.2f}  {heldout}"
             f"{self._tokens / seconds:,.0f} tok/s  data wait {self._wait_seconds / seconds:.0%}  "
             f"ETA {_duration(record.eta_seconds)}"
         )

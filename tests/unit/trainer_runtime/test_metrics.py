@@ -91,7 +91,7 @@ def test_plain_lines_appear_when_it_is_time_and_at_the_end() -> None:
     progress.show(replace(RECORD, step=1))
     progress.show(replace(RECORD, step=2, loss=None))
     first, last = stream.getvalue().splitlines()
-    assert first.startswith("step 1/3 (33%)") and "loss 2.5000" in first and "accepted prefix 0.62" in first
+    assert first.startswith("step 1/3 (33%)") and "loss 2.5000" in first and "accepted length 1.62" in first
     assert "256 tok/s" in first and "data wait 20%" in first and first.endswith("ETA 1:02:05")
     assert last.startswith("step 3/3 (100%)") and "loss not finite" in last and last.endswith("ETA …")
 
