@@ -6,14 +6,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 _PARENT_LINE = "SLIPSTREAM_PARENT_FD"
 """Names a pipe to a child: the system closes its other end when the parent dies, however that happens."""
-_WAKE_SECONDS = 0.2
+_WAKE_SECONDS = 0.05
 _LEAVE_SECONDS = 30.0
 """How long a child may take to save its work and leave."""
 
@@ -94,24 +94,49 @@ def _wait_for_parent(line: int) -> None:
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM; SIGKILL where that does not end it in time, or where waiting is interrupted."""
     try:
-        if process.poll() is None:
+        if _end_of(process) is None:
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_SECONDS)
+            _wait_for_end(process, _LEAVE_SECONDS)
     finally:
-        if process.poll() is None:
+        if _end_of(process) is None:
             process.kill()
-            process.wait()
+            _wait_for_end(process, None)
+        process.poll()  # the system forgets it
 
 
 def exit_status(process: subprocess.Popen[bytes]) -> int:
     """Wait for the end; the status as a shell would give it: 128 + signal for a killed process."""
-    # With a timeout, since Python runs a signal's handler in this thread, and not before it wakes up; a kernel may let
+    status = _wait_for_end(process, None)
+    assert status is not None
+    return status if status >= 0 else 128 - status
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], seconds: float | None) -> int | None:
+    """As `_end_of`, after so many seconds at the latest."""
+    # In small steps, since Python runs a signal's handler in this thread, and not before it wakes up; a kernel may let
     # another thread take the signal.
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(_WAKE_SECONDS)
-            return status if status >= 0 else 128 - status
+    until = None if seconds is None else time.monotonic() + seconds
+    while (status := _end_of(process)) is None and (until is None or time.monotonic() < until):
+        time.sleep(_WAKE_SECONDS)
+    return status
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> int | None:
+    """Its exit status, negative for a signal; None while it runs.
+
+    Without a lock: `Popen.poll` and `wait` take one, and an exception that a signal's handler raises between taking it
+    and entering its `try` leaves it locked. Whoever waits for the process then waits for ever, also once it has ended.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        # Somebody else has waited for it, and keeps what it left with.
+        return process.poll() or 0
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def one_gpu() -> dict[str, str]:
