@@ -65,6 +65,11 @@ class WorkQueue:
             document_names: its documents, for people to look at.
             why: in words.
         """
+        # Before the runs hear of it: whoever is told that a pack was set aside finds the reason in the log.
+        log_event(
+            _log, "warning", "pack_quarantined", stream=work.stream, sequence_number=work.sequence_number,
+            why=why, documents=document_names,
+        )  # fmt: skip
         book = self._book
         with book.lock:
             book.shelves[work.stream].discard(work.slot)
@@ -73,10 +78,6 @@ class WorkQueue:
                 if member.needs(work.sequence_number):
                     book.quarantine(member, work.sequence_number)
             book.changed()
-        log_event(
-            _log, "warning", "pack_quarantined", stream=work.stream, sequence_number=work.sequence_number,
-            why=why, documents=document_names,
-        )  # fmt: skip
 
     def abandon(self, work: Work) -> None:
         """The pack was not computed; its slot is empty."""
