@@ -1,7 +1,7 @@
 """The small target that comes as a Python package, and the recipe made for it: what runs without a download."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
@@ -43,9 +43,14 @@ def packaged_copy(target: TargetSpec) -> str | None:
     return packaged_path() if (target.model, target.revision) == (HUB_NAME, None) else None
 
 
-def target_here(target: TargetSpec) -> TargetSpec:
+def target_here(target: TargetSpec, say: Callable[[str], object] | None = None) -> TargetSpec:
     """The target as it can be had here: the packaged model where it is named by its hub name and the hub has to be
-    asked for it, but cannot be."""
+    asked for it, but cannot be. Asked by every command that loads a target or its tokenizer.
+
+    Args:
+        target: of a run definition, or of flags.
+        say: is told in a line what is read instead.
+    """
     packaged = packaged_copy(target)
     if packaged is None or files_at_hand(target) is not None:
         return target
@@ -54,6 +59,8 @@ def target_here(target: TargetSpec) -> TargetSpec:
 
     if not constants.HF_HUB_OFFLINE and why_unreachable(constants.ENDPOINT) is None:
         return target
+    if say is not None:
+        say(f"the hub cannot be asked for {HUB_NAME}: the same model in four bits is read instead, {packaged}\n")
     return target.model_copy(update={"model": packaged})
 
 

@@ -21,6 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS, within
 from slipstream.listen import ListenAddress, read_token
 from slipstream.machine_probe import usable_cores
+from slipstream.packaged_model import target_here
 from slipstream.run_spec.data_entries import directories_of
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.overrides import apply_overrides, parse_override
@@ -180,7 +181,7 @@ def _serve(
             remedy="Name a directory in memory with --shm-dir, or serve from one device with --device.",
         )
     settings = ServerSettings(
-        target=target,
+        target=target_here(target, sys.stderr.write),
         listen=listen,
         ledger=args.ledger,
         device=_device(args.device, torch.cuda.is_available()),

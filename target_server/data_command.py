@@ -126,23 +126,14 @@ def run(args: argparse.Namespace) -> int:
     """
     from target_server.data_files import find_files
 
-    wanted = _to_be_had(read_sources(args.sources, args.model, args.set))
+    wanted = read_sources(args.sources, args.model, args.set)
+    wanted = replace(wanted, target=target_here(wanted.target, sys.stderr.write))
     if getattr(args, "heldout", False):
         _write(args.report, _answer_heldout(args, wanted).model_dump_json())
         return 0
     files = find_files(wanted.data.files, None)
     _write(args.report, _ACTIONS[args.command](args, wanted, files).model_dump_json())
     return 0
-
-
-def _to_be_had(wanted: Wanted) -> Wanted:
-    target = target_here(wanted.target)
-    if target != wanted.target:
-        sys.stderr.write(
-            f"the hub cannot be asked for {wanted.target.model}: the same model in four bits is read instead, "
-            f"{target.model}\n"
-        )
-    return replace(wanted, target=target)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from slipstream.disk import require_place
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt, load_prompts
 from slipstream.flag_values import THREADS, TOKENS, within
+from slipstream.packaged_model import target_here
 from slipstream.run_spec.architectures import remedy_where_missing
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -213,7 +214,7 @@ def make_plan(args: argparse.Namespace, directory: Path, spec: RunSpec) -> Decod
     fixed_caches = graphs or args.compile or settings != (Setting(),)
     return DecodingPlan(
         checkpoint=directory,
-        target=spec.target.model_copy(update=changed),
+        target=target_here(spec.target.model_copy(update=changed), sys.stderr.write),
         device=device,
         threads=_threads_of_a_process(
             args.threads, 1 if fixed_caches else args.jobs, one_row=device == "cpu" and not fixed_caches

@@ -15,6 +15,7 @@ from slipstream.checkpoint_name import find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS
+from slipstream.packaged_model import target_here
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.telemetry.logs import log_event
@@ -96,7 +97,7 @@ def run_export(args: argparse.Namespace) -> int:
                 format_name=args.to,
                 output=args.output,
                 dtype=args.dtype or spec.target.dtype,
-                target=None if args.without_self_test else _target(args.target_model, spec.target),
+                target=None if args.without_self_test else decoding_target(args.target_model, spec.target),
                 served_as=args.target_name,
                 device=args.device,
                 replace=args.force,
@@ -117,7 +118,7 @@ def run_import(args: argparse.Namespace) -> int:
         _limit_threads(args.threads, args.device)
         from drafter_trainer.formats.importing import open_with_target
 
-        target = TargetSpec(model=args.target_model, dtype=args.dtype)
+        target = target_here(TargetSpec(model=args.target_model, dtype=args.dtype), sys.stderr.write)
         drafter, found = open_with_target(args.directory, target, args.device)
     sys.stdout.write(_recipe_lines(args.directory, drafter))
     sys.stdout.write(
@@ -148,9 +149,11 @@ def _limit_threads(count: int | None, device: str) -> None:
         torch.set_num_threads(count or 1)
 
 
-def _target(given: str | None, trained: TargetSpec) -> TargetSpec:
+def decoding_target(given: str | None, trained: TargetSpec) -> TargetSpec:
+    """The target that an export decodes with: a flag's model, else the run's."""
     # A revision belongs to the name it was given with.
-    return trained if given in (None, trained.model) else trained.model_copy(update={"model": given, "revision": None})
+    other = {} if given in (None, trained.model) else {"model": given, "revision": None}
+    return target_here(trained.model_copy(update=other), sys.stderr.write)
 
 
 def _recipe_lines(directory: Path, drafter: "PublishedDrafter") -> str:

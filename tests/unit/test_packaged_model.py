@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from drafter_trainer.evaluation import command as evaluation
+from drafter_trainer.formats import command as formats
 from slipstream.cli.main import run_command
 from slipstream.errors import SlipstreamError
 from slipstream.packaged_model import HUB_NAME, MODEL_PACKAGE, target_here
 from slipstream.run_spec.spec import TargetSpec
 from target_server import data_command
+from target_server.cli import run_command as serve
 from tests.fakes.gguf_files import gguf_without_weights
+from tests.unit.trainer_runtime.test_step import make_spec
 
 TARGET = TargetSpec(model=HUB_NAME, dtype="float32")
 
@@ -68,3 +72,20 @@ def test_a_plan_takes_its_sizes(packaged: Path, tmp_path: Path, capsys: pytest.C
     )
     assert run_command(["plan", str(recipe), "--memory", "24GiB"]) == 0
     assert "fits: " in capsys.readouterr().out
+
+
+def test_a_target_server_serves_it(packaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = ["--ledger", str(tmp_path / "ledger.sqlite")]
+    with pytest.raises(SlipstreamError) as refused:  # a header alone has no weights
+        serve(["serve", "--model", HUB_NAME, "--listen", "127.0.0.1:0", "--no-shm", *ledger])
+    assert packaged.name in refused.value.message
+    assert f"read instead, {packaged}\n" in capsys.readouterr().err
+
+
+def test_it_decodes_where_a_drafter_is_measured_or_exported(packaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = make_spec().model_copy(update={"target": TARGET})
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert evaluation.make_plan(parser.parse_args(["run"]), Path("run"), spec).target.model == str(packaged)
+    assert formats.decoding_target(HUB_NAME, make_spec().target).model == str(packaged)
+    assert capsys.readouterr().err.count(f"read instead, {packaged}\n") == 2
