@@ -19,8 +19,10 @@ from slipstream.machine_probe import memory_bytes, peak_resident_bytes
 from slipstream.plan.gpus import Gpu, this_cpu, this_gpu
 from slipstream.plan.memory import MEASUREMENT, OUTSIDE_ALLOCATOR, MemoryPlan, expected_in_warm_up, plan_memory
 from slipstream.plan.refusal import in_words, refusal
+from slipstream.plan.report import sizes_of_run
 from slipstream.plan.search import nearest_fit
-from slipstream.plan.sizes import RunSizes, TargetSizes
+from slipstream.plan.sizes import RunSizes
+from slipstream.plan.target_sizes import sizes_of_served
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
@@ -103,6 +105,11 @@ class MemoryReport:
     """Predicted and measured memory of one run; measured only, where the plan does not know the architecture."""
 
     def __init__(self, spec: RunSpec, target: TargetConfig, device: torch.device) -> None:
+        """Plan the run.
+
+        Raises:
+            SlipstreamError: as `sizes_of`.
+        """
         self._device = device
         self.card = _card_of(device)
         self.sizes = sizes_of(spec, target) if spec.drafter.architecture == DFLASH else None
@@ -269,18 +276,12 @@ def _predictions(plan: MemoryPlan | None) -> dict[str, Any]:
 
 
 def sizes_of(spec: RunSpec, target: TargetConfig) -> RunSizes:
-    """The plan's sizes of a run, from what the target server says of its model."""
-    facts = TargetSizes(
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        vocab_size=target.vocab_size,
-        tie_word_embeddings=target.tie_word_embeddings,
-    )
-    return RunSizes.of(spec, facts)
+    """Those of `slipstream plan`, of a run whose target server says this of its model.
+
+    Raises:
+        SlipstreamError: DATA_INVALID, TARGET_FINGERPRINT_MISMATCH, held-out answers of no use.
+    """
+    return sizes_of_run(spec, sizes_of_served(target))[0]
 
 
 def _mib(size: int) -> int:

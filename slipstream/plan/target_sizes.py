@@ -13,6 +13,7 @@ from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_files import is_path, model_error
+from slipstream.wire.target_config import TargetConfig
 
 CONFIG = "config.json"
 _NUMBERS = (
@@ -67,6 +68,11 @@ def sizes_at_hand(spec: TargetSpec) -> TargetSizes | None:
         return None if path is None else _sizes_of_file(_file_of(path) if path.is_dir() else path)
     except (SlipstreamError, OSError, ValueError):
         return None
+
+
+def sizes_of_served(served: TargetConfig) -> TargetSizes:
+    """Of the model that a target server has loaded, as it says itself."""
+    return TargetSizes(**served.model_dump(include=set(_NUMBERS)))
 
 
 def sizes_of_numbers(text: str) -> TargetSizes:

@@ -2,15 +2,21 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from drafter_trainer import memory as memory_module
+from drafter_trainer.cost_report import CostReport
 from drafter_trainer.memory import MemoryMeter, MemoryReport, sizes_of
 from slipstream.errors import SlipstreamError
 from slipstream.plan import gpus
 from slipstream.plan.memory import GIB, MEASUREMENT, expected_in_warm_up, plan_memory
+from slipstream.plan.refusal import refusal
+from slipstream.plan.report import as_json, plan_run
+from slipstream.plan.search import single_fits
+from slipstream.plan.target_sizes import sizes_of_served
 from slipstream.run_spec.load import parse_spec
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import EvalSpec, RunSpec
@@ -156,6 +162,37 @@ def test_a_cpu_run_that_cannot_fit_does_not_begin(
     with_host_memory(monkeypatch, 640 * GIB, 1 * GIB)
     MemoryReport(SPEC_ON_CPU, QWEN3_8B, CPU).require_room()
     assert [record.message for record in caplog.records] == ["memory_short"]
+
+
+def test_the_plan_is_that_of_the_command_line_longest_answer_included(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is proposed may not cut packs below it: the run would then be refused for its answers."""
+    with_host_memory(monkeypatch, 16 * GIB, 16 * GIB)
+    answers = tmp_path / "answers.jsonl"
+    row = {"source": "news", "target_fingerprint": "f", "input_ids": [1] * 4000, "loss_mask": [0] * 100 + [1] * 3900}
+    answers.write_text(json.dumps(row))
+    spec = SPEC_ON_CPU.model_copy(update={"eval": EvalSpec(heldout=str(answers))})
+    report = MemoryReport(spec, QWEN3_8B, CPU)
+    plan = plan_run(spec, sizes_of_served(QWEN3_8B), report.card)
+    assert report.sizes == plan.sizes and plan.sizes.least_pack_tokens == 4000
+    assert json.loads(report.to_json())["predicted_peak_bytes"] == as_json(plan)["memory"]["peak_bytes"]
+    assert CostReport(spec, report)._predicted["step_seconds"] == plan.cost.step_seconds
+    with pytest.raises(SlipstreamError) as refused:
+        report.require_room()
+    assert str(refused.value) == str(refusal(plan.sizes, plan.card))
+    a_little_less = plan.memory.peak_bytes - 1, report.card.memory_bytes
+    for sizes, shorter_helps in ((report.sizes, False), (sizes_of(SPEC_ON_CPU, QWEN3_8B), True)):
+        settings = [setting for fit in single_fits(sizes, *a_little_less) for setting in fit.settings]
+        assert any("pack_tokens" in setting for setting in settings) == shorter_helps, settings
+
+
+def test_held_out_answers_of_no_use_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("{}")
+    with pytest.raises(SlipstreamError) as refused:
+        MemoryReport(SPEC.model_copy(update={"eval": EvalSpec(heldout=str(answers))}), QWEN3_8B, CPU)
+    assert refused.value.reason is Reason.DATA_INVALID
 
 
 def test_a_full_device_is_told_what_fits() -> None:
