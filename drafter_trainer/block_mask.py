@@ -9,7 +9,7 @@ Shapes: T context tokens, A anchors, B block size, Q = A·B rounded up to 128, K
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -227,14 +227,31 @@ class SdpaAttention:
     queries see everything, and their result is dropped here."""
     anchors: Anchors
     """As of `FlexAttention`."""
+    _numbers: dict[tuple[bool, torch.dtype], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sliding: bool) -> Tensor:
         """query [Hq, A·B, d], key and value [Hkv, T + A·B, d] → [Hq, A·B, d]; queries that see nothing give 0."""
-        mask = self.sliding if sliding else self.full
+        mask = self._added_to_scores(sliding, query) if query.device.type == "cpu" else self._visible(sliding)
         output = functional.scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, enable_gqa=query.shape[0] != key.shape[0]
         )
         return torch.where(self.sees_something, output[0], 0.0)
+
+    def _visible(self, sliding: bool) -> Tensor:
+        mask = self.sliding if sliding else self.full
+        assert mask is not None
+        return mask
+
+    def _added_to_scores(self, sliding: bool, query: Tensor) -> Tensor:
+        """What SDPA makes of a mask on a CPU, once for all layers: it would make it anew in every layer, and the
+        backward would keep every one of them, the only tensors there that grow with queries times keys."""
+        kind = sliding, query.dtype
+        if kind not in self._numbers:
+            zero = torch.zeros((), dtype=query.dtype)
+            self._numbers[kind] = torch.where(self._visible(sliding), zero, float("-inf"))
+        return self._numbers[kind]
 
 
 BlockAttention = FlexAttention | SdpaAttention

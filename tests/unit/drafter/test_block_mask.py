@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from drafter_trainer.anchors import Anchors, draw_anchors
@@ -155,3 +156,34 @@ def test_queries_of_invalid_anchors_give_zero_and_finite_gradients(sliding: bool
     for gradient in torch.autograd.grad(output.square().sum(), inputs):
         assert torch.isfinite(gradient).all()
     assert torch.autograd.grad(attention(*inputs, sliding=sliding)[:, 8:].sum(), inputs[0])[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_all_layers_share_one_mask_and_the_bits_are_those_of_the_boolean_one(dtype: torch.dtype) -> None:
+    pack = packed([50, 30], 96)
+    anchors = draw_anchors(pack["loss_mask"], pack["document_ids"], 12, 0, 0)
+    layout = AttentionLayout("sdpa", 4, has_full=True, has_sliding=True, window=7)
+    attention = build_block_attention(layout, anchors, pack["position_ids"])
+    assert isinstance(attention, SdpaAttention)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(h, n, 8, generator=generator).to(dtype) for h, n in ((4, 48), (2, 144), (2, 144))]
+    for mask, sliding in ((attention.full, False), (attention.sliding, True)):
+        ours, plain = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+        kept: set[int] = set()
+
+        def keep(tensor: Tensor, kept: set[int] = kept) -> Tensor:
+            if tensor.shape == (48, 144):
+                kept.add(tensor.data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = [attention(*ours, sliding=sliding) for _ in range(3)]
+        assert len(kept) == 1
+        query, key, value = (tensor[None] for tensor in plain)
+        expected = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0]
+        expected = torch.where(attention.sees_something, expected, 0.0)
+        assert torch.equal(outputs[-1], expected)
+        gradients = [
+            torch.autograd.grad(output.square().sum(), of) for output, of in ((outputs[-1], ours), (expected, plain))
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
