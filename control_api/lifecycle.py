@@ -135,7 +135,7 @@ def conditions(
         state: of the run.
         holders: its trainers.
         target: why the target cannot be used now; None when it can.
-        waits_for: why a PENDING run has no trainer.
+        waits_for: why none of those that are there takes the run; empty where none is free.
         misfit: why none of those that are there can train it, whatever becomes free; None where one can.
         ended_early: its trainer was lost while it was pausing or stopping.
     """
@@ -144,13 +144,13 @@ def conditions(
     if state is RunState.PENDING and misfit is not None:
         found[Condition.NO_TRAINER_FITS] = misfit
     elif state is RunState.PENDING and target is None:
-        found[Condition.NO_TRAINER_FREE] = waits_for
+        found[Condition.NO_TRAINER_FREE] = waits_for or "No trainer is registered and free."
     waiting = [one.trainer for one in holders if one.target_unreachable]
     if (state in ACTIVE or state is RunState.PENDING) and (target is not None or waiting):
         found[Condition.TARGET_UNREACHABLE] = target or f"{', '.join(waiting)} waits for the target."
     if lost:
         kind = Condition.TRAINER_LOST if len(lost) == len(holders) else Condition.DEGRADED
-        found[kind] = f"Nothing is heard of {', '.join(lost)}."
+        found[kind] = f"Nothing is heard of {', '.join(lost)}. {waits_for}".rstrip()
     restarting = {one.trainer: one.restarts_at for one in holders if one.restarts_at is not None and not one.is_lost}
     if restarting and state in WORKING:
         step = max(restarting.values())

@@ -1,58 +1,110 @@
-"""Which trainer may take which run."""
+"""Which trainer may take which run, which of several does, and why a run waits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pydantic import ValidationError
-
+from control_api.needs import Need
 from control_api.store.tables import Run, Trainer
-from slipstream.errors import SlipstreamError
-from slipstream.run_spec.device import Device, overrides_for, resolve_device
-from slipstream.run_spec.problems import describe_problem
+from slipstream.plan.admission import largest, places
+from slipstream.plan.gpus import Gpu, why_not_there
+from slipstream.plan.refusal import why_unfit
+from slipstream.plan.sizes import RunSizes
+from slipstream.run_spec.device import Device, overrides_for
 from slipstream.run_spec.spec import RunSpec
 
+_MOST_NAMED = 3
+"""Trainers in a sentence."""
 
-def obstacle(run: Run, trainer: Trainer) -> str | None:
+
+def obstacle(run: Run, need: Need, trainer: Trainer) -> str | None:
     """Why the trainer cannot train the run, in a sentence; None when it can."""
-    if run.storage is not None and run.storage != trainer.storage:
+    if not _shares_storage(run, trainer):
         return f"{trainer.name} does not share the storage that holds the checkpoints of {run.name}."
-    try:
-        spec = RunSpec.model_validate(run.spec)
-    except ValidationError as error:  # another version wrote it, or a package has gone that brought its drafter
-        problems = "; ".join(describe_problem(problem, {}) for problem in error.errors())
-        return f"This control API does not understand the definition of {run.name}: {problems}."
-    if _has_device(spec, trainer):
-        return None
-    return f"{run.name} {_asks(spec)}; {trainer.name} has {_kinds([trainer])}."
+    return _unfit(run, need, trainer)
 
 
-def misfit(run: Run, present: Sequence[Trainer]) -> str | None:
-    """Why the run waits in vain for the trainers that are there, and what to do; None where one has such a device.
+def rank(need: Need, trainer: Trainer) -> tuple[bool, bool, int]:
+    """Order among trainers that can take the run, the best one first.
+
+    The smallest that holds it: the largest stays free for who needs it. Before those of unknown memory, and before a
+    GPU that a run on the CPU would keep busy. Of a run whose needs are not known, the memory says nothing.
+    """
+    assert need.spec is not None
+    found = places(need.spec.train, trainer.name, trainer.devices)
+    wastes_gpu = _device(need.spec) == "cpu" and any(one["kind"] == "cuda" for one in trainer.devices)
+    if need.sizes is None:
+        return wastes_gpu, False, 0
+    holding = [one.memory_bytes for one in found if one is not None and why_unfit(need.sizes, one) is None]
+    return wastes_gpu, not holding, min(holding, default=0)
+
+
+def why_waiting(able: Mapping[str, str], unfit: Sequence[str]) -> str:
+    """Why a run waits for those trainers alone that could take it; empty where all could, or there are none.
+
+    Args:
+        able: busy trainers that could take it, and the run that each has.
+        unfit: why the others cannot.
+    """
+    why = " ".join(unfit[:_MOST_NAMED])
+    if not able or not unfit:
+        return why
+    names = [f"{trainer} (has run {run})" for trainer, run in able.items()]
+    return f"Waits for {' or '.join(names[:_MOST_NAMED])}. {why}"
+
+
+def misfit(run: Run, need: Need, present: Sequence[Trainer], gone: Sequence[Trainer]) -> str | None:
+    """Why the run waits in vain for the trainers that are there, and what to do; None where one could take it.
 
     Args:
         run: in PENDING.
+        need: of the run.
         present: all that are heard of, free or not.
+        gone: that were stopped, or are not heard of.
     """
-    try:
-        spec = RunSpec.model_validate(run.spec)
-    except ValidationError:
-        return None  # `obstacle` says why
-    if not present or any(_has_device(spec, trainer) for trainer in present):
+    near = [one for one in present if _shares_storage(run, one)]
+    if need.spec is None or not near or any(_unfit(run, need, one) is None for one in near):
         return None
+    found = [place for one in near for place in places(need.spec.train, one.name, one.devices) if place is not None]
+    if need.sizes is not None and found:
+        best = largest(found)
+        why = f"No trainer here can hold {run.name}: {why_unfit(need.sizes, best)}"
+        remedy = _other_settings(need.sizes, best)
+    else:
+        why = f"{run.name} {_asks(need.spec)}; the trainers here offer {_kinds(near)}."
+        remedy = _other_device(need.spec)
+    if back := [one.name for one in gone if obstacle(run, need, one) is None]:
+        remedy = f"Start {' or '.join(back[:_MOST_NAMED])} again, which could and is not there."
+    return f"{why} {remedy}"
+
+
+def _other_settings(sizes: RunSizes, best: Gpu) -> str:
+    if why_not_there(sizes, best) is not None:
+        return "Start a trainer on another GPU, or create the run without what this one cannot compute."
+    plan = f"`slipstream plan RECIPE --memory {best.memory_bytes >> 20}MiB` names settings that fit"
+    return f"Start a larger trainer, or create the run anew: {plan}."
+
+
+def _other_device(spec: RunSpec) -> str:
     wanted = _device(spec)
     machine = "on a machine with a GPU" if wanted == "cuda" else "without a GPU"
     overrides = ", ".join(overrides_for(spec.train, "cpu" if wanted == "cuda" else "cuda"))
-    return (
-        f"{run.name} {_asks(spec)}; the trainers here offer {_kinds(present)}. "
-        f"Start a trainer {machine}, or create the run with the settings {overrides}."
-    )
+    return f"Start a trainer {machine}, or create the run with the settings {overrides}."
 
 
-def _has_device(spec: RunSpec, trainer: Trainer) -> bool:
-    try:
-        resolve_device(spec.train, any(device["kind"] == "cuda" for device in trainer.devices))
-    except SlipstreamError:
-        return False
-    return True
+def _unfit(run: Run, need: Need, trainer: Trainer) -> str | None:
+    """Why none of the trainer's devices can train the run, wherever its checkpoints are."""
+    if need.spec is None:
+        return f"This control API does not understand the definition of {run.name}: {need.problem}."
+    found = places(need.spec.train, trainer.name, trainer.devices)
+    if not found:
+        return f"{run.name} {_asks(need.spec)}; {trainer.name} has {_kinds([trainer])}."
+    known = [one for one in found if one is not None]
+    if need.sizes is None or len(known) < len(found) or any(why_unfit(need.sizes, one) is None for one in known):
+        return None
+    return why_unfit(need.sizes, largest(known))
+
+
+def _shares_storage(run: Run, trainer: Trainer) -> bool:
+    return run.storage is None or run.storage == trainer.storage
 
 
 def _device(spec: RunSpec) -> Device:

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from control_api import lifecycle
 from control_api.background import BackgroundThread
 from control_api.model_match import other_model
-from control_api.placement import misfit, obstacle
+from control_api.needs import Needs
+from control_api.placement import misfit, obstacle, rank, why_waiting
 from control_api.settings import Settings
 from control_api.store import answers, checkpoints, events, runs, trainers
 from control_api.store.database import Database
@@ -28,6 +29,8 @@ class Reconciler(BackgroundThread):
         self._database = database
         self._settings = settings
         self._clock = clock
+        self.needs = Needs(settings.data_roots)
+        """What each run asks of a trainer."""
         self._listens_since = self._looked_at = clock()
         database.add_listener(lambda _runs: self.wake())
 
@@ -62,6 +65,8 @@ class Reconciler(BackgroundThread):
         now = self._clock()
         if self._was_away(now):
             self._listens_since = now
+        with self._database.read() as session:
+            self.needs.find_out(runs.unsettled(session))
         with self._database.write() as session:
             answers.forget_old(session, now=now)
             for run in runs.unsettled(session):
@@ -108,21 +113,31 @@ class Reconciler(BackgroundThread):
         return ""
 
     def _choose(self, session: Session, run: Run, now: float) -> tuple[Trainer | None, str]:
-        why = "No trainer is registered and free."
-        for trainer in trainers.unoccupied(session):
-            if trainer.leaving or self.is_lost(trainer, now):
-                continue
-            unfit = obstacle(run, trainer)
-            if unfit is None and trainers.was_detached(session, run, trainer):
-                unfit = f"{trainer.name} was detached from {run.name}; attach it, or start another trainer."
-            if unfit is None:
-                return trainer, ""
-            why = unfit
-        return None, why
+        """The best of the free trainers that can take the run; or why there is none, where there is more to say."""
+        need, at_work = self.needs.of(run), trainers.at_work(session)
+        fit: list[Trainer] = []
+        able: dict[str, str] = {}
+        unfit: list[str] = []
+        # What keeps a free one from it is said first.
+        for trainer in sorted(self.present(session, now), key=lambda one: one.id in at_work):
+            is_free = trainer.id not in at_work
+            why = obstacle(run, need, trainer)
+            if why is None and is_free and trainers.was_detached(session, run, trainer):
+                why = f"{trainer.name} was detached from {run.name}; attach it, or start another trainer."
+            if why is not None:
+                unfit.append(why)
+            elif not is_free:
+                able[trainer.name] = at_work[trainer.id]
+            elif not trainer.leaving:
+                fit.append(trainer)
+        best = min(fit, key=lambda one: (*rank(need, one), one.id), default=None)
+        return best, "" if best is not None else why_waiting(able, unfit)
 
     def misfit(self, session: Session, run: Run, now: float) -> str | None:
         """Why none of the trainers that are heard of can train the run; None where one can, or there are none."""
-        return misfit(run, self.present(session, now))
+        present = self.present(session, now)
+        gone = [one for one in trainers.known(session) if one not in present]
+        return misfit(run, self.needs.of(run), present, gone)
 
     def present(self, session: Session, now: float) -> list[Trainer]:
         """The trainers that are heard of, free or not."""
@@ -163,7 +178,7 @@ class Reconciler(BackgroundThread):
             RunState(run.state),
             self._holders(session, trainers.open_assignments(session, run), now),
             target=target,
-            waits_for=waits_for or "No trainer is registered and free.",
+            waits_for=waits_for,
             misfit=self.misfit(session, run, now) if run.state == RunState.PENDING else None,
             ended_early=run.ended_early,
         )

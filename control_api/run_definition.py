@@ -12,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_possible_first_drafter
 from slipstream.mask_token import require_mask
 from slipstream.plan.admission import known_sizes, require_fit
+from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
 from slipstream.run_spec.reasons import Reason
@@ -32,7 +33,7 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
         spec = _parse(body)
     except RecursionError:
         raise _no_run("The definition is nested too deeply.") from None
-    if _model_may_be_read(spec.target.model, data_roots):
+    if may_be_read(spec.target.model, data_roots):
         require_mask(spec)
     # What a hub holds is no file of this machine; the target server asks for it.
     files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
@@ -48,9 +49,9 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
     )
 
 
-def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequence[Trainer]) -> None:
+def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequence[Trainer]) -> RunSizes | None:
     """Refuse what `slipstream plan` refuses, and a missing first drafter, as far as this machine's files and the
-    trainers that are heard of tell.
+    trainers that are heard of tell; returns the sizes of the run, where they are known.
 
     Raises:
         SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE, DATA_INVALID, TARGET_FINGERPRINT_MISMATCH; OUT_OF_MEMORY,
@@ -59,9 +60,10 @@ def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequ
     # Only where all trainers are here is the same path the same directory.
     if present and all(one.host == socket.gethostname() for one in present):
         require_possible_first_drafter(spec.drafter.init_from)
-    sizes = known_sizes(spec) if _model_may_be_read(spec.target.model, data_roots) else None
+    sizes = known_sizes(spec) if may_be_read(spec.target.model, data_roots) else None
     if sizes is not None:
-        require_fit(sizes, [(one.name, device) for one in present for device in one.devices])
+        require_fit(sizes, spec.train, [(one.name, one.devices) for one in present])
+    return sizes
 
 
 def _parse(body: RunCreate) -> RunSpec:
@@ -73,7 +75,7 @@ def _parse(body: RunCreate) -> RunSpec:
     return parse_recipe(body.recipe, body.overrides)
 
 
-def _model_may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
+def may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
     """Nobody shall find out through a server with data roots what lies elsewhere; the hub's cache has models alone."""
     if not roots or not is_path(model):
         return True

@@ -31,6 +31,9 @@ MAX_LOG_LINE = 2000
 MAX_CHECKPOINTS = 1000
 
 
+Capability = Annotated[int, Field(strict=True, ge=0, le=1000)]
+
+
 class Device(Body):
     """A device that a trainer may use."""
 
@@ -38,6 +41,11 @@ class Device(Body):
     index: Annotated[int, Field(strict=True, ge=0, le=1024)] = 0
     name: Annotated[str, Field(max_length=255)] = ""
     memory_bytes: Count | None = None
+    """Null, as below: not known, and nothing is refused or withheld for it."""
+    compute_capability: Annotated[list[Capability], Field(min_length=2, max_length=2)] | None = None
+    """Of a GPU, major and minor: what it can compute."""
+    host_memory_bytes: Count | None = None
+    """Of the machine that a GPU is in: a run that asks for the CPU trains there."""
 
 
 class TrainerRegister(Body):

@@ -36,7 +36,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     spec = define_run(body, services.settings.data_roots)
     with services.database.read() as session:
         present = services.reconciler.present(session, services.clock())
-    require_trainable(spec, services.settings.data_roots, present)
+    sizes = require_trainable(spec, services.settings.data_roots, present)
 
     def create(session: Session) -> RunDetail:
         target = require_target(session, body.target) if body.target is not None else _only_target(session)
@@ -46,6 +46,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
         require_same_model(definition, target)
         now = services.clock()
         row = runs.create(session, spec=definition, target=target, note=body.note, now=now)
+        services.reconciler.needs.remember(row, spec, sizes)
         # Said at once, to whoever creates it: it would wait for nothing.
         if (unfit := services.reconciler.misfit(session, row, now)) is not None:
             set_conditions(session, row, {Condition.NO_TRAINER_FITS: unfit}, now=now)

@@ -1,5 +1,8 @@
 """/v1/trainers: agents register themselves, send heartbeats, are given runs and taken off them."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from fastapi import APIRouter, Response
 from sqlalchemy.orm import Session
 
@@ -165,16 +168,23 @@ def _register(session: Session, body: TrainerRegister, services: Services) -> Tr
         raise _name_taken(row)
     if row is None:
         row = trainers.find_or_new(session, body.name, now=now)
-    elif row.storage != body.storage and (held := trainers.open_assignment(session, row)) is not None:
-        # What it worked on lies on another storage.
-        trainers.end_assignment(session, held, reason="REPLACED", now=now)
+    before = row.storage, _sizes(row.devices)
     row.instance_id, row.protocol_version = body.instance_id, body.protocol_version
     row.host, row.storage = body.host, body.storage
     row.devices, row.versions = [one.model_dump() for one in body.devices], dict(body.versions)
     row.leaving, row.last_seen_at = False, now
     session.flush()
+    if (held := trainers.open_assignment(session, row)) is not None:
+        unfit = before[1] != _sizes(row.devices) and obstacle(held.run, services.reconciler.needs.of(held.run), row)
+        # What it worked on lies on another storage, or it is another machine that cannot hold it.
+        if before[0] != row.storage or unfit:
+            trainers.end_assignment(session, held, reason="REPLACED", now=now)
     session.expire(row, ["assignments"])
     return _view(row, services)
+
+
+def _sizes(devices: Sequence[Mapping[str, Any]] | None) -> list[tuple[Any, ...]]:
+    return [(one["kind"], one.get("name"), one.get("memory_bytes")) for one in devices or ()]
 
 
 def _attach(session: Session, trainer: Trainer, run: Run, services: Services) -> None:
@@ -210,7 +220,7 @@ def _attach(session: Session, trainer: Trainer, run: Run, services: Services) ->
             remedy="Detach that one first.",
         )
     require_same_model(run.spec, run.target)
-    if (unfit := obstacle(run, trainer)) is not None:
+    if (unfit := obstacle(run, services.reconciler.needs.of(run), trainer)) is not None:
         raise SlipstreamError(unfit, reason=Reason.TRAINER_UNSUITABLE, remedy="Choose another trainer.")
     for assignment in held:
         trainers.end_assignment(session, assignment, reason="REPLACED", now=now)

@@ -42,17 +42,20 @@ def page(session: Session, *, after: int, size: int) -> Sequence[Trainer]:
     ).all()
 
 
+def known(session: Session) -> Sequence[Trainer]:
+    """All that are not forgotten, in the order of their first registration."""
+    return session.scalars(select(Trainer).where(~Trainer.forgotten).order_by(Trainer.id)).all()
+
+
 def present(session: Session) -> Sequence[Trainer]:
     """All that have not said goodbye, whether they have work or not."""
-    rows = session.scalars(select(Trainer).where(~Trainer.forgotten).order_by(Trainer.id)).all()
-    return [one for one in rows if not has_left(one)]
+    return [one for one in known(session) if not has_left(one)]
 
 
-def unoccupied(session: Session) -> Sequence[Trainer]:
-    """Trainers without an open assignment, those that registered first come first."""
-    return session.scalars(
-        select(Trainer).where(~Trainer.assignments.any(), ~Trainer.forgotten).order_by(Trainer.id)
-    ).all()
+def at_work(session: Session) -> dict[int, str]:
+    """Ids of the trainers that have a run, and its name."""
+    query = select(Assignment.trainer_id, Run.name).join(Run).where(Assignment.ended_at.is_(None))
+    return {row.trainer_id: row.name for row in session.execute(query)}
 
 
 def open_assignment(session: Session, trainer: Trainer) -> Assignment | None:

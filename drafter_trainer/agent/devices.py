@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.child_processes import visible_gpu
 from slipstream.errors import SlipstreamError
+from slipstream.gpu_limits import Capability
 from slipstream.machine_probe import TorchFacts, memory_bytes, probe_torch
 from slipstream.run_spec.reasons import Reason
 
@@ -21,6 +22,11 @@ class TrainerDevice:
     """Among the GPUs that this process may see."""
     name: str = ""
     memory_bytes: int | None = None
+    """Of the GPU; of a CPU, of this machine or its container."""
+    compute_capability: Capability | None = None
+    """Of a GPU."""
+    host_memory_bytes: int | None = None
+    """Beside a GPU: where a run trains that asks for the CPU."""
 
     @property
     def is_cuda(self) -> bool:
@@ -35,7 +41,10 @@ class TrainerDevice:
 
     def as_json(self) -> dict[str, Any]:
         """For the registration."""
-        return {"kind": self.kind, "index": self.index, "name": self.name[:255], "memory_bytes": self.memory_bytes}
+        facts = {"kind": self.kind, "index": self.index, "name": self.name[:255], "memory_bytes": self.memory_bytes}
+        if self.is_cuda:
+            facts |= {"compute_capability": self.compute_capability, "host_memory_bytes": self.host_memory_bytes}
+        return facts
 
 
 def find_device(choice: str) -> TrainerDevice:
@@ -56,7 +65,7 @@ def choose_device(kind: str, index: int, facts: TorchFacts) -> TrainerDevice:
     """Of what torch sees; raises as `find_device`."""
     if index < len(facts.gpus):
         gpu = facts.gpus[index]
-        return TrainerDevice("cuda", index, gpu.name, gpu.memory_bytes)
+        return TrainerDevice("cuda", index, gpu.name, gpu.memory_bytes, gpu.compute_capability, memory_bytes()[0])
     if kind == "auto" and facts.problem is None:
         return _cpu()
     raise SlipstreamError(

@@ -15,15 +15,16 @@ _GIB = 1 << 30
 
 def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
     """Why the run cannot run there, or OUT_OF_MEMORY with the nearest settings that fit; None where it fits."""
-    if (why := why_not_there(sizes, device)) is not None:
+    needs = why_unfit(sizes, device)
+    if needs is None:
+        return None
+    if why_not_there(sizes, device) is not None:
         return SlipstreamError(
-            f"{device.name} cannot train this drafter: {why}.",
+            needs,
             reason=Reason.ENVIRONMENT_UNSUPPORTED,
             remedy=f"Train on another GPU{_what_else(sizes, device)}.",
         )
-    memory, room = plan_memory(sizes, device.memory_bytes), device.memory_bytes
-    if memory.peak_bytes <= room:
-        return None
+    room = device.memory_bytes
     nearest, alone = nearest_fit(sizes, room, room), single_fits(sizes, room, room)
     larger = "a machine with more memory" if sizes.on_cpu else "a larger GPU"
     remedy = f"No settings that were tried fit: take {larger}, or a smaller target"
@@ -31,14 +32,22 @@ def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
         remedy = f"Nearest settings that fit, with {gib(nearest.peak_bytes)}: {in_words(nearest)}"
         others = [in_words(fit) for fit in alone if fit.settings != nearest.settings]
         remedy += f". Enough alone: {'; '.join(others)}" if others else ""
-    needs = f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {device.name} has {gib(room)}"
-    return SlipstreamError(f"{needs}.", reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
+    return SlipstreamError(needs, reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
+
+
+def why_unfit(sizes: RunSizes, device: Gpu) -> str | None:
+    """The first sentence of `refusal`, without a search for what would fit."""
+    if (why := why_not_there(sizes, device)) is not None:
+        return f"{device.name} cannot train this drafter: {why}."
+    memory, room = plan_memory(sizes, device.memory_bytes), device.memory_bytes
+    if memory.peak_bytes <= room:
+        return None
+    return f"The run needs {gib(memory.peak_bytes)} in the {memory.worst_phase}, {device.name} has {gib(room)}."
 
 
 def can_run(sizes: RunSizes, device: Gpu) -> bool:
-    """Whether `refusal` finds nothing against it, without a search for what would fit."""
-    room = device.memory_bytes
-    return why_not_there(sizes, device) is None and plan_memory(sizes, room).peak_bytes <= room
+    """Whether `refusal` finds nothing against it."""
+    return why_unfit(sizes, device) is None
 
 
 def nearest_there(sizes: RunSizes, gpu: Gpu) -> Fit | None:

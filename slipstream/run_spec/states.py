@@ -74,9 +74,10 @@ class Condition(StrEnum):
     """What is worth saying about a run beside its state."""
 
     NO_TRAINER_FREE = "NO_TRAINER_FREE"
-    """PENDING, and no registered trainer can take it."""
+    """PENDING, and every trainer that could take it has another run."""
     NO_TRAINER_FITS = "NO_TRAINER_FITS"
-    """PENDING, and none of the trainers has a device that the run can train on: waiting does not help."""
+    """PENDING, and none of the trainers has a device that the run can train on and that can hold it: waiting does not
+    help."""
     TARGET_UNREACHABLE = "TARGET_UNREACHABLE"
     """The target does not answer, loads its model, drains or cannot write its ledger; the run's trainer waits."""
     PACKS_HELD_BACK = "PACKS_HELD_BACK"

@@ -61,10 +61,20 @@ def test_the_agent_reads_an_assignment() -> None:
     assert (read.id, read.directory, read.target, read.desired_state) == (17, "demo", "127.0.0.1:1", "RUNNING")
 
 
-@pytest.mark.parametrize("device", [TrainerDevice("cpu"), TrainerDevice("cuda", 5, "x" * 999, 10**11)])
+@pytest.mark.parametrize(
+    "device",
+    [
+        TrainerDevice("cpu", memory_bytes=10**10),
+        TrainerDevice("cuda", 5, "x" * 999, 10**11),
+        TrainerDevice("cuda", 0, "NVIDIA H200", 10**11, (9, 0), 10**12),
+    ],
+)
 def test_registrations(device: TrainerDevice) -> None:
-    body = Identity("t1", "5f0c", "9a31").registration(device)
-    assert api.TrainerRegister.model_validate(body).devices[0].index == device.index
+    body = json.loads(json.dumps(Identity("t1", "5f0c", "9a31").registration(device)))
+    [read] = api.TrainerRegister.model_validate(body).devices
+    assert (read.kind, read.index, read.memory_bytes) == (device.kind, device.index, device.memory_bytes)
+    assert read.compute_capability == (device.compute_capability and list(device.compute_capability))
+    assert read.host_memory_bytes == device.host_memory_bytes
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())

@@ -63,7 +63,7 @@ def _require_fit(spec: RunSpec, client: ControlClient) -> None:
     """As `slipstream plan` does it, for the trainers that are there; the API may lack the files that tell the sizes."""
     if (sizes := known_sizes(spec)) is not None:
         present = [one for one in client.listing("/v1/trainers") if one["status"] in ("FREE", "BUSY")]
-        require_fit(sizes, [(one["name"], device) for one in present for device in one["devices"]])
+        require_fit(sizes, spec.train, [(one["name"], one["devices"]) for one in present])
 
 
 def _as_sent(spec: RunSpec) -> dict[str, Any]:

@@ -88,8 +88,11 @@ def test_a_cpu_is_not_looked_for() -> None:
 
 def test_gpus_by_what_torch_sees() -> None:
     facts = TorchFacts(gpus=GPUS)
-    assert choose_device("auto", 0, facts) == TrainerDevice("cuda", 0, "gpu 0", 0)
-    assert choose_device("cuda", 1, facts).as_json() == {"kind": "cuda", "index": 1, "name": "gpu 1", "memory_bytes": 1}
+    host = memory_bytes()[0]
+    assert choose_device("auto", 0, facts) == TrainerDevice("cuda", 0, "gpu 0", 0, (9, 0), host)
+    registered = {"kind": "cuda", "index": 1, "name": "gpu 1", "memory_bytes": 1}
+    for_placement = {"compute_capability": (9, 0), "host_memory_bytes": host}
+    assert choose_device("cuda", 1, facts).as_json() == registered | for_placement
     assert choose_device("auto", 0, TorchFacts()) == TrainerDevice("cpu", memory_bytes=memory_bytes()[0]), "for a plan"
     refusals = [("cuda", 2, facts), ("cuda", 0, TorchFacts()), ("auto", 0, TorchFacts(problem="torch is broken"))]
     for kind, index, seen in refusals:

@@ -40,19 +40,23 @@ def cpu(mebibytes: int | None) -> list[dict[str, Any]]:
     return [{"kind": "cpu", "memory_bytes": None if mebibytes is None else mebibytes * MIB}]
 
 
+def gpu(gibibytes: int, **facts: Any) -> dict[str, Any]:
+    return {"kind": "cuda", "name": "NVIDIA L4", "memory_bytes": gibibytes << 30} | facts
+
+
 def test_a_run_that_fits_on_no_trainer_is_refused_with_what_would_fit(desk: Desk, model: Path) -> None:
     desk.target()
     desk.trainer("small", devices=cpu(420))
-    desk.trainer("on-gpu", devices=[{"kind": "cuda", "name": "NVIDIA L4", "memory_bytes": 22 << 30}])
+    desk.trainer("on-gpu", devices=[gpu(22, host_memory_bytes=400 * MIB)])
     body = assert_problem(create(desk, model), 409, "OUT_OF_MEMORY")
     assert "the CPU of trainer small has 420 MiB." in body["detail"]
     assert "Nearest settings that fit, with " in body["detail"] and "--set train.anchors_per_pack=" in body["detail"]
     assert desk.get("runs")["runs"] == []
-    desk.trainer("large", devices=cpu(64_000))
-    assert create(desk, model).status_code == 201
+    desk.trainer("large", devices=[gpu(22, host_memory_bytes=64_000 * MIB)])
+    assert create(desk, model).status_code == 201, "it asks for the CPU, and gets that of a GPU's host"
 
 
-@pytest.mark.parametrize("devices", [None, cpu(None), [*cpu(420), *cpu(None)]])
+@pytest.mark.parametrize("devices", [None, cpu(None), [*cpu(420), *cpu(None)], [gpu(1)]])
 def test_where_memory_is_not_known_nothing_is_refused(desk: Desk, model: Path, devices: list[Any] | None) -> None:
     desk.target()
     if devices is not None:

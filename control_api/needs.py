@@ -1,0 +1,73 @@
+"""What runs need of a trainer, found out once a run: its settings, and the sizes that decide its memory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from control_api.run_definition import may_be_read
+from control_api.store.tables import Run
+from slipstream.errors import SlipstreamError
+from slipstream.plan.admission import known_sizes
+from slipstream.plan.sizes import RunSizes
+from slipstream.run_spec.problems import describe_problem
+from slipstream.run_spec.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one run."""
+
+    spec: RunSpec | None
+    """None: `problem` says why this version does not understand the definition."""
+    problem: str = ""
+    sizes: RunSizes | None = None
+    """None: its target's sizes are not known here, and its trainer finds out whether it can hold the run."""
+    is_final: bool = False
+    """Nothing more is to be found out."""
+
+
+class Needs:
+    """Of all runs. Definitions never change, so that files are read once a run; threads may share it."""
+
+    def __init__(self, data_roots: tuple[Path, ...]) -> None:
+        self._data_roots = data_roots
+        self._known: dict[str | int, Need] = {}
+
+    def find_out(self, runs: Iterable[Run]) -> None:
+        """Read files, so that `of` need not within a transaction; where a target's were missing, they may have come.
+
+        Forgets all other runs.
+        """
+        known = {_key(run): (run, self._known.get(_key(run))) for run in runs}
+        self._known = {
+            key: need if need is not None and need.is_final else self._read(run) for key, (run, need) in known.items()
+        }
+
+    def of(self, run: Run) -> Need:
+        """The need of the run, as it was found out last."""
+        need = self._known.get(_key(run))
+        if need is None:
+            need = self._known[_key(run)] = self._read(run)
+        return need
+
+    def remember(self, run: Run, spec: RunSpec, sizes: RunSizes | None) -> None:
+        """What was found out at its creation."""
+        self._known[_key(run)] = Need(spec, sizes=sizes, is_final=sizes is not None)
+
+    def _read(self, run: Run) -> Need:
+        try:
+            spec = RunSpec.model_validate(run.spec)
+        except ValidationError as error:  # another version wrote it, or a package has gone that brought its drafter
+            return Need(None, "; ".join(describe_problem(problem, {}) for problem in error.errors()), is_final=True)
+        try:
+            sizes = known_sizes(spec) if may_be_read(spec.target.model, self._data_roots) else None
+        except SlipstreamError:  # its files have changed since it was created: its trainer refuses it, in words
+            return Need(spec, is_final=True)
+        return Need(spec, sizes=sizes, is_final=sizes is not None)
+
+
+def _key(run: Run) -> str | int:
+    """Not the id: that of a run whose creation was undone comes again."""
+    return run.uid or run.id
