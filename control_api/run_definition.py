@@ -8,6 +8,7 @@ from pathlib import Path
 import recipes
 from control_api.schemas import RunCreate
 from control_api.store.tables import Trainer
+from slipstream.drafter_name import drafter_name
 from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_possible_first_drafter
 from slipstream.mask_token import require_mask
@@ -39,7 +40,7 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
     files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
     prompts = spec.eval.prompts and _allowed(spec.eval.prompts, data_roots)
     heldout = spec.eval.heldout and _allowed(spec.eval.heldout, data_roots)
-    init_from = spec.drafter.init_from and _allowed(spec.drafter.init_from, data_roots)
+    init_from = spec.drafter.init_from and _drafter(spec.drafter.init_from, data_roots)
     return spec.model_copy(
         update={
             "data": spec.data.model_copy(update={"files": files}),
@@ -88,6 +89,12 @@ def may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
 
 def _no_run(message: str) -> SpecInvalidError:
     return SpecInvalidError(message, problems=[("", message)])
+
+
+def _drafter(text: str, roots: tuple[Path, ...]) -> str:
+    """The absolute path of a first drafter; the name of a run, or of one of a hub, as it is."""
+    named = drafter_name(text, roots[0] if roots else None)
+    return _allowed(str(named), roots) if isinstance(named, Path) else text
 
 
 def _allowed(file: str, roots: tuple[Path, ...]) -> str:

@@ -1,6 +1,6 @@
 """The directory of one run: who owns it, and where everything in it lies.
 
-    runs/<name>/{metrics.jsonl, spec.json, memory.json, costs.json, owner.json, owner.lock,
+    runs/<name>/{metrics.jsonl, spec.json, memory.json, costs.json, first_drafter.json, owner.json, owner.lock,
                  checkpoints/{step-00000042/…, latest, best}}
 
 An agent adds definition.json, with which it starts the trainer, logs/attempt-0001.log, and run-uid: whose it all is.

@@ -23,6 +23,7 @@ from drafter_trainer.cost_report import CostReport
 from drafter_trainer.device_copy import DeviceCopy
 from drafter_trainer.device_failures import Phase, failures_reported, reports_kept_in
 from drafter_trainer.drafter_config import DrafterConfig
+from drafter_trainer.first_drafter_record import RECORD, FirstDrafter
 from drafter_trainer.heldout import prepare_heldout
 from drafter_trainer.loop import RunParts, Standing, TrainingLoop
 from drafter_trainer.memory import MemoryReport
@@ -35,7 +36,6 @@ from drafter_trainer.step_report import StepReporter
 from drafter_trainer.stop_request import StopRequest
 from drafter_trainer.target_link import Position, TargetLink
 from drafter_trainer.wait_notice import WaitNotice
-from slipstream.first_drafter import require_first_drafter
 from slipstream.run_length import total_steps
 from slipstream.run_spec.load import canonical_json
 from slipstream.run_spec.spec import RunSpec
@@ -120,8 +120,9 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
     device, cache = prepare_device(spec)
     run = RunDirectory(options.run_directory)
     saved = find_saved_state(run, spec, resume=options.resume)
-    if saved is None:
-        require_first_drafter(spec.drafter.init_from)
+    first = None if spec.drafter.init_from is None else FirstDrafter(run, spec.drafter.init_from)
+    if saved is None and first is not None:
+        first.find()
     notice = WaitNotice(options.target, options.agent)
     with ExitStack() as leaving:
         leaving.enter_context(reports_kept_in(run.root / "failures"))
@@ -139,7 +140,7 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         step, config, plan = build_step(spec, link, target, device, memory)
         if saved is None:
             with failures_reported(Phase.WEIGHTS):
-                check_first_drafter(step, spec, link.fingerprint)
+                check_first_drafter(step, spec, link.fingerprint, first)
         heldout = prepare_heldout(spec, config, client, link)
         what = "" if cache is None else compiled_for(spec, config, plan, device)
         with compiling_turn(cache, what, stop.event):
@@ -147,10 +148,9 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         memory.take(step.memory)
         memory.log()
         with failures_reported(Phase.WEIGHTS):
-            source_of_weights = load_weights(step, run, spec, link.fingerprint)
+            source_of_weights = load_weights(step, run, spec, link.fingerprint, first)
         standing = join(link, run, spec, config, source_of_weights)
-        with link.incarnation_held() as incarnation:
-            run.write_report("memory.json", memory.to_json(), incarnation)
+        _write_reports(link, run, memory, first if source_of_weights is None else None)
         total_steps = standing.total_steps
         options.agent.joined(standing.next_step, total_steps)
         plan = dataclasses.replace(plan, first_sequence_number=link.first_sequence_number, total_steps=total_steps)
@@ -171,6 +171,14 @@ def prepared_loop(spec: RunSpec, options: RunOptions, stop: StopRequest) -> Iter
         costs = CostReport(spec, memory)
         parts = RunParts(spec, config, step, source, link, run, metrics, progress, reporter, costs, writer, heldout)
         yield TrainingLoop(parts, standing)
+
+
+def _write_reports(link: TargetLink, run: RunDirectory, memory: MemoryReport, begun_with: FirstDrafter | None) -> None:
+    """What memory is predicted, and, of a run that begins with a drafter now, which one that was."""
+    with link.incarnation_held() as incarnation:
+        run.write_report("memory.json", memory.to_json(), incarnation)
+        if begun_with is not None:
+            run.write_report(RECORD, begun_with.to_json(), incarnation)
 
 
 def join(

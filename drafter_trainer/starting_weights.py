@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafter_trainer.checkpoint import load_checkpoint
 from drafter_trainer.checkpoint_state import CheckpointState, newest_checkpoint, read_state
+from drafter_trainer.first_drafter_record import FirstDrafter
 from drafter_trainer.formats.tensors import check_parameters
 from drafter_trainer.resume import check_same_run, restore_rng_state
 from drafter_trainer.run_directory import RunDirectory
@@ -44,10 +45,13 @@ def find_saved_state(run: RunDirectory, spec: RunSpec, *, resume: bool) -> Check
     return state
 
 
-def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fingerprint: str) -> SavedState | None:
+def load_weights(
+    step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fingerprint: str, first: FirstDrafter | None = None
+) -> SavedState | None:
     """Fill weights, optimizer and generators in place; returns the checkpoint they came from, if any.
 
     The checkpoint is looked for again: while this process warmed up, a trainer that still runs has saved newer ones.
+    Without one, `first` is what `drafter.init_from` names; None: it names nothing.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID.
@@ -56,7 +60,7 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fi
         directory = newest_checkpoint(run.checkpoints)
         checkpoint = load_checkpoint(directory) if directory else None
     if directory is None or checkpoint is None:
-        step.load_weights(first_weights(step, spec, target_fingerprint))
+        step.load_weights(first_weights(step, spec, target_fingerprint, first))
         torch.manual_seed(spec.train.seed)
         return None
     check_same_run(checkpoint.state, spec, where=str(directory))
@@ -68,29 +72,34 @@ def load_weights(step: TrainingStep, run: RunDirectory, spec: RunSpec, target_fi
     return SavedState(directory, checkpoint.state)
 
 
-def check_first_drafter(step: TrainingStep, spec: RunSpec, target_fingerprint: str) -> None:
+def check_first_drafter(step: TrainingStep, spec: RunSpec, target_fingerprint: str, first: FirstDrafter | None) -> None:
     """Refuse one that cannot be the beginning before minutes are spent on compiling; it is read again afterwards.
 
     Raises:
         SlipstreamError: as of `first_weights`.
     """
-    if spec.drafter.init_from is not None:
-        first_weights(step, spec, target_fingerprint, event="first_drafter_fits")
+    if first is not None:
+        first_weights(step, spec, target_fingerprint, first, event="first_drafter_fits")
 
 
 def first_weights(
-    step: TrainingStep, spec: RunSpec, target_fingerprint: str, *, event: str = "first_weights"
+    step: TrainingStep,
+    spec: RunSpec,
+    target_fingerprint: str,
+    first: FirstDrafter | None,
+    *,
+    event: str = "first_weights",
 ) -> dict[str, Tensor]:
     """What step 0 begins with, float32 on the CPU: drawn from the seed, or those of `drafter.init_from`.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, SPEC_INVALID: that drafter cannot be the beginning.
     """
-    if spec.drafter.init_from is None:
+    if first is None:
         return step.first_weights(spec.train.seed)
     # Here, because it loads transformers, which training has no use for.
     from drafter_trainer.formats.first_weights import TrainedTarget, read_first_weights
 
     tables = {"embed_tokens.weight": step.frozen.embedding, "lm_head.weight": step.frozen.head}
     target = TrainedTarget(target_fingerprint, spec.target.dtype, tables)
-    return read_first_weights(Path(spec.drafter.init_from), step.drafter.config, target, event=event)
+    return read_first_weights(first.find(), step.drafter.config, target, event=event)

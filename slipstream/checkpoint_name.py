@@ -5,13 +5,12 @@ wrong name is refused before torch is imported.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.launcher.home import run_directories
-from slipstream.model_names import is_hub_model
 from slipstream.run_spec.reasons import Reason
 
 MANIFEST = "manifest.json"
@@ -83,11 +82,19 @@ def find_checkpoint(text: str, home: Path | None = None) -> Path:
     if Path(text).exists():
         return Path(text)
     run, choice = split_name(text)
-    directory = _run_directory(run, home)
+    return chosen_checkpoint(first_of(places_of(run, home), run), choice)
+
+
+def chosen_checkpoint(run_directory: Path, choice: str) -> Path:
+    """The one that is meant; the directory of the run itself where it is the newest.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, naming the steps that are there.
+    """
     if choice in NEWEST:
-        return directory
-    checkpoints = directory / "checkpoints"
-    return checkpoint_directory(checkpoints, saved_steps(str(directory), checkpoints).choose(choice))
+        return run_directory
+    checkpoints = run_directory / "checkpoints"
+    return checkpoint_directory(checkpoints, saved_steps(str(run_directory), checkpoints).choose(choice))
 
 
 def saved_steps(run: str, checkpoints: Path) -> SavedSteps:
@@ -113,8 +120,12 @@ def places_of(run: str, home: Path | None = None) -> list[Path]:
     return [Path(run), *run_directories(run, home)] if run else []
 
 
-def _run_directory(run: str, home: Path | None) -> Path:
-    looked_for = places_of(run, home)
+def first_of(looked_for: Sequence[Path], run: str) -> Path:
+    """The first of these directories that is there.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, naming them all.
+    """
     for directory in looked_for:
         if directory.is_dir():
             return directory
@@ -122,12 +133,5 @@ def _run_directory(run: str, home: Path | None) -> Path:
         f"there is no checkpoint or run {run!r}; looked for {', '.join(map(str, looked_for))}",
         reason=Reason.CHECKPOINT_INVALID,
         remedy="Name a run or its directory, with @STEP for another checkpoint than the newest: `slipstream run ls` "
-        "lists the runs, `slipstream checkpoint ls RUN` the checkpoints of one." + _how_to_fetch(run),
+        "lists the runs, `slipstream checkpoint ls RUN` the checkpoints of one.",
     )
-
-
-def _how_to_fetch(name: str) -> str:
-    """What to do with the name of a published drafter; nothing where it is rather a path."""
-    if not is_hub_model(name) or Path(name).parent.exists():
-        return ""
-    return f" A drafter of a hub is downloaded first: `hf download {name} --local-dir DIR`, then give DIR."

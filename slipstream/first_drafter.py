@@ -6,8 +6,11 @@ Who creates a run asks early, perhaps as another user than the trainer's, and re
 import os
 from pathlib import Path
 
-from slipstream.checkpoint_name import MANIFEST
+from slipstream.checkpoint_name import MANIFEST, chosen_checkpoint, first_of, split_name
+from slipstream.drafter_name import RunName, also_no_path, drafter_name
 from slipstream.errors import SlipstreamError
+from slipstream.hub_drafter import HubDrafter, fetch_drafter
+from slipstream.launcher.home import run_directories
 from slipstream.run_spec.reasons import Reason
 
 _REMEDY = "Give the trainer's path of a run, a checkpoint, or a drafter in one of the formats."
@@ -16,25 +19,51 @@ _DRAFTERS = (MANIFEST, "config.json", "training_state.pt")
 _CHECKPOINTS = ("latest", "step-*", ".replaced-step-*")
 
 
-def require_first_drafter(named: str | None) -> None:
-    """Refuse a `drafter.init_from` that holds no drafter: asked by the trainer that begins with it.
+def find_first_drafter(named: str, runs: Path) -> Path:
+    """Where the drafter of a `drafter.init_from` lies: asked by the trainer that begins with it. One of a hub is
+    fetched; a run may stand for its newest checkpoint.
+
+    Args:
+        named: an absolute path, RUN[@STEP] or OWNER/NAME[@REVISION].
+        runs: the directory of runs of this trainer, in which a run is looked for first.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming it.
     """
-    if named is not None:
-        _refuse(named, _what_is_wrong(Path(named)) or _what_is_not_ready(Path(named)))
+    meant = drafter_name(named, None)
+    if isinstance(meant, HubDrafter):
+        with also_no_path(named):
+            return fetch_drafter(meant)
+    if isinstance(meant, RunName):
+        places = list(dict.fromkeys([runs / meant.run, *run_directories(meant.run)])) if meant.run else []
+        directory = chosen_checkpoint(first_of(places, meant.run), meant.choice)
+    else:
+        directory = _of_path(meant)
+    _refuse(named, _what_is_wrong(directory) or _what_is_not_ready(directory))
+    return directory
 
 
 def require_possible_first_drafter(named: str | None) -> None:
-    """The same of a run that is to be created, on its trainer's machine. The run that it begins with may have its first
-    checkpoint by then, and the trainer's user may read what this one may not.
+    """Refuse a `drafter.init_from` that holds no drafter: asked of a run that is to be created, on its trainer's
+    machine. The run that it begins with may have its first checkpoint by then, and the trainer's user may read what
+    this one may not. What is named otherwise than by a path is the control API's to find.
 
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, naming it.
     """
-    if named is not None:
-        _refuse(named, _what_is_wrong(Path(named)))
+    meant = None if named is None else drafter_name(named, None)
+    if isinstance(meant, Path):
+        _refuse(str(named), _what_is_wrong(_of_path(meant)))
+
+
+def _of_path(path: Path) -> Path:
+    """The path itself, or PATH@STEP where PATH is a run's directory."""
+    directory, choice = split_name(str(path))
+    try:
+        is_chosen = not path.exists() and bool(choice) and (Path(directory) / "checkpoints").is_dir()
+    except OSError:  # it may not be looked at by this user
+        return path
+    return chosen_checkpoint(Path(directory), choice) if is_chosen else path
 
 
 def _refuse(named: str, wrong: tuple[str, str] | None) -> None:

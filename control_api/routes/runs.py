@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from control_api import lifecycle, views
 from control_api.dependencies import OnceDep, PageDep, ServicesDep, require_run, require_target
+from control_api.first_drafter import settle_first_drafter
 from control_api.model_match import require_same_model
 from control_api.reconciler import set_conditions
 from control_api.routes.responses import refusals
@@ -36,6 +37,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     spec = define_run(body, services.settings.data_roots)
     with services.database.read() as session:
         present = services.reconciler.present(session, services.clock())
+        spec, first = settle_first_drafter(spec, session, present)
     sizes = require_trainable(spec, services.settings.data_roots, present)
 
     def create(session: Session) -> RunDetail:
@@ -46,6 +48,8 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
         require_same_model(definition, target)
         now = services.clock()
         row = runs.create(session, spec=definition, target=target, note=body.note, now=now)
+        if first is not None:
+            first.note(session, row, now=now)
         services.reconciler.needs.remember(row, spec, sizes)
         # Said at once, to whoever creates it: it would wait for nothing.
         if (unfit := services.reconciler.misfit(session, row, now)) is not None:

@@ -50,6 +50,11 @@ def page(session: Session, run_id: int, *, after: int, size: int) -> Sequence[Ch
     return session.scalars(query.order_by(Checkpoint.id).limit(size)).all()
 
 
+def every(session: Session, run_id: int) -> Sequence[Checkpoint]:
+    """Of all storages."""
+    return session.scalars(select(Checkpoint).where(Checkpoint.run_id == run_id)).all()
+
+
 def of_step(session: Session, run_id: int, step: int) -> Checkpoint | None:
     """The one that was saved last, where several storages hold one of this step."""
     query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.step == step)

@@ -14,9 +14,10 @@ from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
 from drafter_trainer.evaluation.decoding_progress import DecodingProgress, decoding_progress
 from drafter_trainer.evaluation.setting import DecodingPlan, Setting
 from drafter_trainer.formats.published_run import is_published, run_of_published
-from slipstream.checkpoint_name import MANIFEST, find_checkpoint
+from slipstream.checkpoint_name import MANIFEST
 from slipstream.child_processes import sigterm_as_exit
 from slipstream.disk import require_place
+from slipstream.drafter_name import find_drafter
 from slipstream.errors import SlipstreamError
 from slipstream.eval_prompts import Prompt, load_prompts
 from slipstream.flag_values import THREADS, TOKENS, within
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         metavar="RUN[@STEP]",
         help="a run's name or directory; default: its newest checkpoint, @best the best one; or the directory of a "
-        "checkpoint, or of an exported or published drafter",
+        "checkpoint, or of an exported or published drafter; or OWNER/NAME[@REVISION], a drafter of a hub",
     )
     parser.add_argument(
         "--target-model", metavar="MODEL", help="directory, hub name or .gguf of the target; default: the run's"
@@ -145,7 +146,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         require_place(args.output, flag="--output")
     if args.report:
         require_place(args.report, flag="--report", directory=True)
-    opened = open_drafter_directory(find_checkpoint(args.checkpoint), args.target_model)
+    opened = open_drafter_directory(find_drafter(args.checkpoint), args.target_model)
     spec = opened[1]
     prompts = load_prompts(_prompts_path(args, spec), args.num_prompts or spec.eval.num_prompts)
     with decoding_progress(len(prompts) * len(args.batch_sizes) * len(args.temperatures)) as progress:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from drafter_trainer.checkpoint import load_drafter_weights
-from drafter_trainer.checkpoint_state import newest_checkpoint, read_state
+from drafter_trainer.checkpoint_state import read_state
 from drafter_trainer.drafter_config import DrafterConfig
 from drafter_trainer.formats.module import as_module, check_copies, require_dflash
 from drafter_trainer.formats.provenance import PROVENANCE, read_provenance
@@ -20,7 +20,6 @@ from drafter_trainer.formats.self_test import compare_forward
 from drafter_trainer.formats.tensors import check_parameters
 from slipstream.checkpoint_name import MANIFEST
 from slipstream.errors import SlipstreamError
-from slipstream.first_drafter import require_first_drafter
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -61,7 +60,7 @@ def read_first_weights(
     """Weights for step 0 of a run, float32 on the CPU.
 
     Args:
-        directory: `drafter.init_from`: a run directory, a checkpoint, or a drafter in any of the formats.
+        directory: a checkpoint, or a drafter in any of the formats.
         config: of the run; the drafter must be the same in everything.
         target: of the run.
         event: what the log calls it.
@@ -70,9 +69,6 @@ def read_first_weights(
         SlipstreamError: CHECKPOINT_INVALID; TARGET_INCOMPATIBLE, a drafter for another target; SPEC_INVALID, one of
             other sizes, naming what was found and expected.
     """
-    require_first_drafter(str(directory))
-    if (directory / "checkpoints").is_dir():
-        directory = newest_checkpoint(directory / "checkpoints") or directory
     is_checkpoint = (directory / MANIFEST).exists()
     weights = (_of_checkpoint if is_checkpoint else _of_published)(directory, config, target)
     log_event(_log, "info", event, directory=str(directory))

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from slipstream.drafter_name import drafter_name
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.locate import key_lines
@@ -45,8 +46,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     """Read a recipe, apply the overrides in order (a later one wins) and check the whole.
 
     Relative data and prompt files, and a target model that exists there or starts with ./ or ../, are resolved
-    against the recipe's directory; any other model name is left for the hub. A file that ends in .json holds a
-    resolved definition, such as a run directory's spec.json: paths in it are left as they are.
+    against the recipe's directory, and so is a first drafter that `drafter_name` takes for a path; any other model
+    name is left for the hub. A file that ends in .json holds a resolved definition, such as a run directory's
+    spec.json: paths in it are left as they are.
 
     Raises:
         SlipstreamError: SPEC_INVALID, listing every error with its line.
@@ -225,7 +227,7 @@ def _resolve_paths(spec: RunSpec, directory: Path) -> RunSpec:
     files = tuple(file if is_hub_name(file) else _absolute(file, directory) for file in spec.data.files)
     prompts = spec.eval.prompts and _absolute(spec.eval.prompts, directory)
     heldout = spec.eval.heldout and _absolute(spec.eval.heldout, directory)
-    init_from = spec.drafter.init_from and _absolute(spec.drafter.init_from, directory)
+    init_from = spec.drafter.init_from and _resolve_drafter(spec.drafter.init_from, directory)
     return spec.model_copy(
         update={
             "target": spec.target.model_copy(update={"model": _resolve_model(spec.target.model, directory)}),
@@ -240,6 +242,11 @@ def _resolve_model(model: str, directory: Path) -> str:
     # A .gguf is a file even where it is missing, so that the error names the place that was searched.
     is_path = model.startswith(("./", "../", "~", "/")) or model.endswith(".gguf") or (directory / model).exists()
     return _absolute(model, directory) if is_path else model
+
+
+def _resolve_drafter(text: str, directory: Path) -> str:
+    named = drafter_name(text, directory)
+    return str(named) if isinstance(named, Path) else text
 
 
 def _absolute(file: str, directory: Path) -> str:

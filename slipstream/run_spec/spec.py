@@ -117,8 +117,9 @@ class DrafterSpec(Section):
     sliding_window: Annotated[int, Field(gt=0, lt=1 << 31)] | None = None
     """Window of the sliding layers, in positions."""
     init_from: Name | None = None
-    """Directory of the drafter that step 0 begins with, on the trainer's machine: a checkpoint, or one in the format of
-    vLLM, SGLang or z-lab; default: drawn weights. Relative to the recipe's directory."""
+    """The drafter that step 0 begins with: a directory on the trainer's machine (a checkpoint, a run, or one in the
+    format of vLLM, SGLang or z-lab; relative to the recipe's), RUN[@STEP], RUN@best, or OWNER/NAME[@REVISION] of a hub.
+    Default: drawn weights. See docs/drafters.md."""
 
     @model_validator(mode="after")
     def _mask_named_once(self) -> "DrafterSpec":

@@ -68,13 +68,17 @@ def test_export_measure_and_train_on(
 
     assert accepted(processes, output, tmp_path) == accepted(processes, trained, tmp_path)
 
+    # A run is named as one that lies beside the new one.
+    places = {str(output): tmp_path / name, f"{trained.name}@3": trained.parent / name}
     losses = {
-        first_loss(
-            *(processes, tiny_recipe, target_address, tmp_path / f"{name}-{number}", f"drafter.init_from={source}")
-        )
-        for number, source in enumerate((output, trained))
+        first_loss(processes, tiny_recipe, target_address, place, f"drafter.init_from={source}")
+        for source, place in places.items()
     }
     assert len(losses) == 1, "an export and its checkpoint begin with the same weights, bit for bit"
+    exported_from, checkpoint = (json.loads((place / "first_drafter.json").read_text()) for place in places.values())
+    assert Path(checkpoint["directory"]) == trained / "checkpoints" / "step-00000003"
+    same = ("run", "step", "target_fingerprint")
+    assert [exported_from[key] for key in same] == [checkpoint[key] for key in same] and checkpoint["run"] == "origin"
 
 
 @pytest.mark.parametrize("name", ["speculators", "specforge"])

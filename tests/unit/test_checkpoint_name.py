@@ -76,13 +76,3 @@ def test_what_was_looked_for_is_named(text: str, here: Path) -> None:
     assert caught.value.reason is Reason.CHECKPOINT_INVALID and caught.value.remedy
     with pytest.raises(SlipstreamError, match="looked for no/where Name"):
         find_checkpoint("no/where")
-
-
-def test_a_drafter_of_a_hub_is_fetched_first(here: Path) -> None:
-    with pytest.raises(SlipstreamError) as caught:
-        find_checkpoint("z-lab/Qwen3-8B-DFlash-b16")
-    assert "`hf download z-lab/Qwen3-8B-DFlash-b16 --local-dir DIR`" in caught.value.remedy
-    (here / "runs").mkdir()
-    with pytest.raises(SlipstreamError) as caught:
-        find_checkpoint("runs/misspelt")
-    assert "hf download" not in caught.value.remedy

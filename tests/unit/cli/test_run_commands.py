@@ -79,9 +79,16 @@ def test_a_first_drafter_that_is_not_there_is_refused(
     desk: Desk, slipstream: Command, recipe: Path, tmp_path: Path
 ) -> None:
     desk.target()
+    for named, words in (
+        ("./runs/none", f"drafter.init_from is {tmp_path / 'runs' / 'none'}, which is no directory on this machine"),
+        ("none@best", "drafter.init_from is 'none@best', and there is neither a path of this name nor a run 'none'"),
+        ("runs/none", "there is no drafter 'runs/none': it is no path here, and the hub's runs/none is neither in its"),
+    ):
+        answer = slipstream("run", "create", recipe, "--set", f'drafter.init_from="{named}"')
+        assert (answer.status, words in answer.err) == (11, True), answer.err
+    (tmp_path / "runs").mkdir()
     answer = slipstream("run", "create", recipe, "--set", 'drafter.init_from="runs/none"')
-    assert answer.status == 11
-    assert f"drafter.init_from is {tmp_path / 'runs' / 'none'}, which is no directory on this machine" in answer.err
+    assert f"drafter.init_from is {tmp_path / 'runs' / 'none'}, which is no directory" in answer.err
 
 
 def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(

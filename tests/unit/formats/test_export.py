@@ -281,9 +281,9 @@ def fingerprint_of(directory: Path) -> str:
     return fingerprint
 
 
-@pytest.mark.parametrize("name", [*NAMES, "checkpoint", "run"])
+@pytest.mark.parametrize("name", [*NAMES, "checkpoint"])
 def test_a_run_begins_with_it(name: str, exports: dict[str, Path], source: Source) -> None:
-    directory = exports.get(name, source.run if name == "run" else source.checkpoint)
+    directory = exports.get(name, source.checkpoint)
     target = trained_target(source, fingerprint_of(exports["vllm"]))
     weights = read_first_weights(directory, source.config, target)
     assert weights.keys() == source.weights.keys()
@@ -338,22 +338,6 @@ def test_copies_of_the_targets_tables(exports: dict[str, Path], source: Source, 
     safetensors.torch.save_file(tensors, copy / "model.safetensors")
     with pytest.raises(SlipstreamError, match="lm_head.weight of its own: it differs from the target's by up to 0.5"):
         read_first_weights(copy, source.config, target)
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [("checkpoints", "a run that has no checkpoint yet"), ("logs", "a directory without a drafter: neither manifest")],
-)
-def test_a_directory_without_a_drafter(made: str, words: str, source: Source, tmp_path: Path) -> None:
-    (tmp_path / "fresh" / made).mkdir(parents=True)
-    with pytest.raises(SlipstreamError, match=words) as caught:
-        read_first_weights(tmp_path / "fresh", source.config, trained_target(source, "f" * 64))
-    assert caught.value.reason is Reason.CHECKPOINT_INVALID
-
-
-def test_a_directory_that_is_not_there(source: Source, tmp_path: Path) -> None:
-    with pytest.raises(SlipstreamError, match="init_from is .*nowhere, which is no directory on this machine"):
-        read_first_weights(tmp_path / "nowhere", source.config, trained_target(source, "f" * 64))
 
 
 def test_a_file_that_was_changed_since(exports: dict[str, Path], source: Source, tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The drafter that a new run begins with, settled when the run is created: later a name could mean another one.
+
+RUN[@STEP] becomes the path of a checkpoint that a trainer has reported, OWNER/NAME a commit of the hub.
+"""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.orm import Session
+
+from control_api.store import checkpoints, events, runs
+from control_api.store.tables import Checkpoint, Run, Trainer
+from slipstream.checkpoint_name import SavedSteps, linked_step
+from slipstream.drafter_name import RunName, also_no_path, drafter_name
+from slipstream.errors import SlipstreamError
+from slipstream.hub_drafter import HubDrafter, pinned
+from slipstream.run_spec.reasons import Reason
+from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.suggestions import nearest
+
+
+@dataclass(frozen=True)
+class SettledDrafter:
+    """What a name in a definition was found to mean."""
+
+    named: str
+    init_from: str
+    """As the definition of the run has it from now on."""
+    storage: str | None
+    """That holds the checkpoint; None: a hub has the drafter."""
+
+    def note(self, session: Session, run: Run, *, now: float) -> None:
+        """Write it into the run's events; only a trainer that shares the storage may take the run."""
+        run.storage = self.storage
+        if self.named == self.init_from:
+            return
+        words = f"drafter.init_from {self.named} is {self.init_from}"
+        data = {"named": self.named, "init_from": self.init_from}
+        events.append(session, run.id, events.NewEvent("FIRST_DRAFTER_FOUND", words, data), now=now)
+
+
+def settle_first_drafter(
+    spec: RunSpec, session: Session, present: Sequence[Trainer]
+) -> tuple[RunSpec, SettledDrafter | None]:
+    """The definition with what its `drafter.init_from` means, and that; None where it names none, or a path.
+
+    Args:
+        spec: of a run that is to be created.
+        session: to find a run in.
+        present: the trainers that are heard of. Where one is on another machine, the hub may give it what it does not
+            give this one.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, there is no such drafter.
+    """
+    named = spec.drafter.init_from
+    meant = None if named is None else drafter_name(named, None)
+    if named is None or meant is None or isinstance(meant, Path):
+        return spec, None
+    if isinstance(meant, RunName):
+        checkpoint = _checkpoint(session, named, meant)
+        found = SettledDrafter(named, checkpoint.path, checkpoint.storage)
+    else:
+        elsewhere = any(one.host != socket.gethostname() for one in present)
+        found = SettledDrafter(named, _commit(named, meant, may_fail=elsewhere), None)
+    return spec.model_copy(update={"drafter": spec.drafter.model_copy(update={"init_from": found.init_from})}), found
+
+
+def _commit(named: str, drafter: HubDrafter, *, may_fail: bool) -> str:
+    try:
+        with also_no_path(named):
+            return str(pinned(drafter))
+    except SlipstreamError:
+        if not may_fail:
+            raise
+        return named
+
+
+def _checkpoint(session: Session, named: str, meant: RunName) -> Checkpoint:
+    run = runs.find(session, meant.run)
+    if run is None:
+        raise _no_run(session, named, meant.run)
+    try:
+        step = _saved_steps(session, run).choose(meant.choice)
+    except SlipstreamError as error:
+        message = f"drafter.init_from is {named!r}, and {error.message}"
+        raise SlipstreamError(message, reason=error.reason, remedy=error.remedy) from error
+    found = checkpoints.of_step(session, run.id, step)
+    assert found is not None, "one of those that are there was chosen"
+    return found
+
+
+def _saved_steps(session: Session, run: Run) -> SavedSteps:
+    found = checkpoints.every(session, run.id)
+    newest = max(found, key=lambda one: one.step, default=None)
+    best = checkpoints.best(session, run.id)
+    best_step = None if best is None else best.step
+    if best_step is None and newest is not None:
+        # Of a run that had ended before the API knew of best ones, a link may say it.
+        best_step = linked_step(Path(newest.path).parent, "best")
+    newest_step = None if newest is None else newest.step
+    return SavedSteps(f"run {run.name}", {one.step for one in found}, newest_step, best_step)
+
+
+def _no_run(session: Session, named: str, run: str) -> SlipstreamError:
+    close = nearest(run, [one.name for one in runs.page(session, after=0, size=1000)])
+    return SlipstreamError(
+        f"drafter.init_from is {named!r}, and there is neither a path of this name nor a run {run!r}.",
+        reason=Reason.CHECKPOINT_INVALID,
+        remedy=(f"Did you mean {close}? " if close else "")
+        + "Name a run that has a checkpoint, a path (a relative one starts at the recipe's directory, or at the first "
+        "--data-root), or OWNER/NAME of a hub.",
+    )
