@@ -9,11 +9,12 @@ from pathlib import Path
 from slipstream.checkpoint_name import MANIFEST, chosen_checkpoint, first_of, split_name
 from slipstream.drafter_name import RunName, also_no_path, drafter_name
 from slipstream.errors import SlipstreamError
-from slipstream.hub_drafter import HubDrafter, fetch_drafter
+from slipstream.hub_drafter import HubDrafter, fetch_drafter, pinned
 from slipstream.launcher.home import run_directories
 from slipstream.run_spec.reasons import Reason
 
 _REMEDY = "Give the trainer's path of a run, a checkpoint, or a drafter in one of the formats."
+_MISSING = "no directory on this machine", _REMEDY
 # The last is SpecForge's: the reader knows what to do about it.
 _DRAFTERS = (MANIFEST, "config.json", "training_state.pt")
 _CHECKPOINTS = ("latest", "step-*", ".replaced-step-*")
@@ -56,6 +57,32 @@ def require_possible_first_drafter(named: str | None) -> None:
         _refuse(str(named), _what_is_wrong(_of_path(meant)))
 
 
+def what_is_not_here(named: str | None) -> str | None:
+    """What of a `drafter.init_from` is not to be had on this machine, in a sentence; None where all is.
+    Asked by a plan, whose run may be trained on another machine.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, what is here is no drafter, or a run without such a checkpoint.
+    """
+    meant = None if named is None else drafter_name(named, None)
+    if isinstance(meant, HubDrafter):
+        try:
+            pinned(meant)
+        except SlipstreamError as error:
+            return f"drafter.init_from is {named}, no path here, and {error.message}"
+    elif isinstance(meant, RunName):
+        places = run_directories(meant.run)
+        if not any(place.is_dir() for place in places):
+            listed = ", ".join(map(str, places))
+            return f"drafter.init_from is {named}, neither a path here nor a run (looked for {listed})"
+        chosen_checkpoint(first_of(places, meant.run), meant.choice)
+    elif meant is not None:
+        if _what_is_wrong(_of_path(meant)) == _MISSING:
+            return f"drafter.init_from is {named}, which is {_MISSING[0]}"
+        require_possible_first_drafter(named)
+    return None
+
+
 def _of_path(path: Path) -> Path:
     """The path itself, or PATH@STEP where PATH is a run's directory."""
     directory, choice = split_name(str(path))
@@ -78,7 +105,7 @@ def _what_is_wrong(directory: Path) -> tuple[str, str] | None:
     """What there is in place of a drafter, and the remedy; None where there may be one."""
     try:
         if not directory.is_dir():
-            return "no directory on this machine", _REMEDY
+            return _MISSING
         if (directory / "checkpoints").is_dir() or any((directory / name).exists() for name in _DRAFTERS):
             return None
         return f"a directory without a drafter: neither {MANIFEST} nor config.json is in it", _REMEDY

@@ -227,7 +227,7 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "machine")
     rows = {
         "run": f"`{spec.name}`, {facts.steps} of {facts.total_steps} steps, {facts.tokens:,} tokens{pace}",
-        "begun from": spec.drafter.init_from and f"`{Path(spec.drafter.init_from).name}`",
+        "begun from": spec.drafter.init_from and f"`{_without_path(spec.drafter.init_from)}`",
         "data": f"{files}: {facts.answers}" if facts.answers else files,
         "objective": f"{objective}, slots weighted by {spec.loss.slot_weights}",
         "optimizer": f"{spec.optimizer.kind}, learning rate {spec.optimizer.learning_rate:g}, "
@@ -239,6 +239,14 @@ def _recipe(spec: RunSpec, facts: CardFacts) -> str:
     }
     table = "\n".join(f"| {name} | {text} |" for name, text in rows.items() if text)
     return f"| | |\n|---|---|\n{table}\n\nThe whole run definition is in `slipstream.json`."
+
+
+def _without_path(init_from: str) -> str:
+    """RUN@step-N of a checkpoint's path, the name of any other directory, what names no path as it is."""
+    path = Path(init_from)
+    if not path.is_absolute():
+        return init_from
+    return f"{path.parent.parent.name}@{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
 def _licence(facts: CardFacts) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from slipstream.flag_values import within
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.display import print_json
     from slipstream.cli.plan_view import print_plan
     from slipstream.epoch_length import EpochLength
+    from slipstream.first_drafter import what_is_not_here
     from slipstream.mask_token import require_mask
     from slipstream.packaged_model import packaged_copy
     from slipstream.plan.gpus import this_cpu
@@ -91,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_recipe(recipes.find_recipe(args.recipe), args.set)
     spec = loaded.spec
     require_mask(spec)
+    if (missing := what_is_not_here(spec.drafter.init_from)) is not None:
+        print(f"{missing}; the plan does not need it", file=sys.stderr)
     target = target_sizes(spec.target, args.target_config or packaged_copy(spec.target))
     on_cpu = spec.train.attention == "sdpa"
     card, is_limit = (this_cpu(args.memory), True) if on_cpu else card_of(args.memory)

@@ -49,6 +49,8 @@ def create(args: argparse.Namespace) -> int:
             print_json(run)
             return 0
         print_line(f"{run['name']} {run['state']} on target {run['target']}")
+        if (first := run["spec"]["drafter"]["init_from"]) is not None:
+            print(f"it begins with the drafter {first}", file=sys.stderr)
         if (why := figures.unfit(run)) is not None:
             print(why, file=sys.stderr)
         # It may have been given to one in this moment.

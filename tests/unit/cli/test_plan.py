@@ -261,3 +261,26 @@ def test_torch_is_never_loaded(recipe: str) -> None:
 )
 def test_only_a_named_model_is_looked_up(overrides: list[str], said: bool) -> None:
     assert names_model(overrides) is said
+
+
+def test_a_first_drafter_that_is_not_here_is_said_and_one_that_is_none_refused(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+
+    def begins_with(named: str) -> str:
+        assert planned(recipe, "--memory", "80GiB", "--set", f"drafter.init_from={named}") == 0
+        return capsys.readouterr().err
+
+    assert "which is no directory on this machine; the plan does not need it" in begins_with("./missing")
+    assert f"nor a run (looked for runs/demo, {tmp_path / 'home' / 'runs' / 'demo'})" in begins_with("demo@best")
+    assert "the hub's some/drafter is neither in its cache" in begins_with("some/drafter")
+    checkpoint = tmp_path / "home" / "runs" / "demo" / "checkpoints" / "step-00000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    assert begins_with("demo") == begins_with("demo@5") == begins_with(str(checkpoint)) == ""
+    with pytest.raises(SlipstreamError, match="has no checkpoint of step 7, expected one of: 5"):
+        begins_with("demo@7")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SlipstreamError, match="a directory without a drafter"):
+        begins_with("empty")

@@ -11,7 +11,7 @@ import recipes
 from control_api.store import runs, targets
 from slipstream import control_client
 from slipstream.run_spec.spec import RunSpec
-from tests.fakes.control_plane import SPEC, Desk, record, report
+from tests.fakes.control_plane import SPEC, Desk, checkpoint, record, report
 from tests.unit.cli.conftest import Command
 
 
@@ -89,6 +89,15 @@ def test_a_first_drafter_that_is_not_there_is_refused(
     (tmp_path / "runs").mkdir()
     answer = slipstream("run", "create", recipe, "--set", 'drafter.init_from="runs/none"')
     assert f"drafter.init_from is {tmp_path / 'runs' / 'none'}, which is no directory" in answer.err
+
+
+def test_create_says_which_drafter_a_name_means(desk: Desk, slipstream: Command, recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "demo" / "checkpoints" / "step-00000020"
+    path.mkdir(parents=True)
+    (path / "manifest.json").touch()
+    desk.beat(report=report(desk.running(), "RUNNING", checkpoints=[checkpoint(20) | {"path": str(path)}]))
+    answer = slipstream("run", "create", recipe, "--set", "drafter.init_from=demo@20")
+    assert (answer.status, f"it begins with the drafter {path}\n" in answer.err) == (0, True), answer.err
 
 
 def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(

@@ -61,6 +61,23 @@ def test_whose_answers_were_learned(model: str | None, words: str, source: Sourc
     assert "| begun from | `earlier` |" in card
 
 
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        ("/runs/earlier/checkpoints/step-00000040", "earlier@step-00000040"),
+        ("earlier@best", "earlier@best"),
+        ("some/drafter@v1", "some/drafter@v1"),
+    ],
+)
+def test_what_it_was_begun_from_names_no_path_of_this_machine(
+    named: str, shown: str, source: Source, tmp_path: Path
+) -> None:
+    plan = make_plan(source, tmp_path / "out", target=None)
+    drafter = plan.spec.drafter.model_copy(update={"init_from": named})
+    export(replace(plan, spec=plan.spec.model_copy(update={"drafter": drafter})))
+    assert f"| begun from | `{shown}` |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def write_evaluation(path: Path, source: Source, **changes: object) -> None:
     """A report as the evaluation of the source's checkpoint writes it: two prompts, a round each."""
 
