@@ -1,14 +1,13 @@
 """The step of a run: on which device, for which target, compiled and tried before the first pack comes."""
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from drafter_trainer.compile_cache import use_compile_cache
-from drafter_trainer.device_failures import Phase, failures_reported, unknown_torch
+from drafter_trainer.attention_guard import compiler_and_device, guard_attention
+from drafter_trainer.device_failures import Phase, failures_reported
 from drafter_trainer.drafter_config import DrafterConfig, resolve_drafter_config
 from drafter_trainer.frozen_weights import read_frozen_weights
 from drafter_trainer.memory import MemoryReport
@@ -16,8 +15,8 @@ from drafter_trainer.step import COMPUTE_DTYPES, TrainingStep
 from drafter_trainer.target_link import TargetLink
 from drafter_trainer.training_packs import PackPlan, payload_shapes
 from slipstream import __version__
+from slipstream.counted import counted
 from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
-from slipstream.machine_probe import package_version
 from slipstream.run_spec.device import resolve_device
 from slipstream.run_spec.spec import RunSpec
 from slipstream.telemetry.logs import log_event
@@ -41,22 +40,10 @@ def prepare_device(spec: RunSpec) -> tuple[torch.device, Path | None]:
     cache = None
     device = torch.device(resolve_device(spec.train, torch.cuda.is_available()))
     if device.type == "cuda":
-        # Here, because it loads the compiler, which a CPU run has no use for and waits two seconds for.
-        try:
-            from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
-        except (ImportError, AttributeError) as error:
-            raise unknown_torch(error) from error
-
-        guards = check_environment(device)
-        device = torch.device("cuda", 0)
-        with failures_reported(Phase.SELF_TEST):
-            torch.cuda.set_device(device)
-            cache = use_compile_cache(os.environ, built_for=compiler_and_device(device))
-            configure_compiler()
-            install_tripwire()
-            self_test(device)
-        log_event(_log, "info", "attention_guarded", guards=guards.in_words())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        found = guard_attention(device, shares_cache=True)
+        device, cache = torch.device("cuda", 0), found.cache
+        log_event(_log, "info", "attention_guarded", guards=found.guards.in_words())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else counted(torch.get_num_threads(), "thread")
     log_event(_log, "info", "device", device=str(device), name=name, precision=spec.train.precision)
     return device, cache
 
@@ -119,12 +106,6 @@ def warm_up_step(step: TrainingStep, plan: PackPlan, target: pb.GetTargetRespons
     with failures_reported(Phase.WARM_UP, plan.tensor_shapes):
         feature_dtype = DTYPES[target.hidden_state_data_type]
         warm_up(step, plan, feature_dtype, vocab_size=step.drafter.config.vocab_size)
-
-
-def compiler_and_device(device: torch.device) -> tuple[str, str, str]:
-    """Code that was compiled with the one for the other serves nobody else."""
-    triton = package_version("triton")
-    return f"torch-{torch.__version__}", f"triton-{triton}", torch.cuda.get_device_name(device)
 
 
 def compiled_for(spec: RunSpec, config: DrafterConfig, plan: PackPlan, device: torch.device) -> str:

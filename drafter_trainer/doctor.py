@@ -6,12 +6,11 @@ start before it knows its run. Run by `slipstream doctor` in its own process, fo
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
 
-from drafter_trainer.device_failures import Phase, failures_reported, unknown_torch
+from drafter_trainer.attention_guard import guard_attention
 from slipstream.errors import SlipstreamError
 
 Answer = dict[str, Any]
@@ -26,7 +25,7 @@ def examine() -> Answer:
             "remedy": "Nothing to do where a CPU is meant: it trains by SDPA. `slipstream doctor` says more.",
         }
     try:
-        seconds = _seconds_of_self_test(torch.device("cuda", 0))
+        seconds = guard_attention(torch.device("cuda", 0), shares_cache=False).seconds
     except SlipstreamError as error:
         return {"problem": error.message, "remedy": error.remedy}
     return {
@@ -36,21 +35,6 @@ def examine() -> Answer:
             f"compiled attention, forward and backward in bfloat16: finite ({seconds:.1f} s with its compilation)",
         )
     }
-
-
-def _seconds_of_self_test(device: torch.device) -> float:
-    try:
-        from drafter_trainer.flex_policy import check_environment, configure_compiler, install_tripwire, self_test
-    except (ImportError, AttributeError) as error:
-        raise unknown_torch(error) from error
-    check_environment(device)
-    with failures_reported(Phase.SELF_TEST):
-        torch.cuda.set_device(device)
-        configure_compiler()
-        install_tripwire()
-        began = time.monotonic()
-        self_test(device)
-        return time.monotonic() - began
 
 
 def in_words(answer: Answer) -> str:

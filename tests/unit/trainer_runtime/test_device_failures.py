@@ -210,6 +210,45 @@ def test_a_torch_without_what_the_guards_need_is_no_traceback(monkeypatch: pytes
     assert examine() == {"problem": raised.value.message, "remedy": raised.value.remedy}
 
 
+def test_a_trainer_and_a_doctor_do_the_same_on_a_gpu_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the compile cache, which is chosen before anything is compiled."""
+    order: list[str] = []
+
+    def says(name: str, answer: Any = None) -> Any:
+        def called(*given: object, **_: object) -> Any:
+            order.append(" ".join([name, *map(str, given[:1])]))
+            return answer
+
+        return called
+
+    guards = SimpleNamespace(in_words=lambda: "all")
+    policy = SimpleNamespace(
+        check_environment=says("check_environment", guards),
+        configure_compiler=says("configure_compiler"),
+        install_tripwire=says("install_tripwire"),
+        self_test=says("self_test"),
+    )
+    monkeypatch.setitem(sys.modules, "drafter_trainer.flex_policy", policy)
+    monkeypatch.setattr("drafter_trainer.attention_guard.use_compile_cache", lambda *_, **__: says("cache", "/c")())
+    for name, found in {"is_available": True, "get_device_name": "a card"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", says("set_device"))
+    assert prepare_device(spec_on_gpu()) == (torch.device("cuda", 0), "/c")
+    rest = ["configure_compiler", "install_tripwire", "self_test cuda:0"]
+    assert order == ["check_environment cuda", "set_device cuda:0", "cache", *rest]
+    order.clear()
+    assert "passed" in examine()
+    assert order == ["check_environment cuda:0", "set_device cuda:0", *rest]
+
+
+def test_one_thread_is_no_plural(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    spec = make_spec()
+    prepare_device(spec.model_copy(update={"train": spec.train.model_copy(update={"device": "cpu"})}))
+    (said,) = [record.slipstream_fields for record in caplog.records if record.message == "device"]  # type: ignore[attr-defined]
+    assert said["name"] == "1 thread"
+
+
 def test_a_gpu_that_others_have_filled_is_said_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thing that a trainer and a doctor do on a GPU can meet a full one, too."""
     for name, found in {"is_available": True, "device_count": 1, "get_device_name": "a card"}.items():
