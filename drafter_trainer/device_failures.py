@@ -111,7 +111,7 @@ def unknown_torch(error: Exception) -> SlipstreamError:
     return SlipstreamError(
         f"torch {torch.__version__} is not one that Slipstream can guard compiled attention with: {error}",
         reason=Reason.ENVIRONMENT_UNSUPPORTED,
-        remedy="Install a torch release that Slipstream was tested with: 2.11 on GPUs, 2.13 on CPUs.",
+        remedy="Install a torch release that Slipstream was tested with: 2.11 on GPUs, 2.13 to 2.15 on CPUs.",
     )
 
 

@@ -1,6 +1,6 @@
 """What torch versions do when a compiled flex_attention call could go dense, as data. Torch-free.
 
-Facts read in the torch 2.9 to 2.14 wheels. The trainer's own tripwire covers what a version leaves open.
+Facts read in the torch 2.9 to 2.15 wheels. The trainer's own tripwire covers what a version leaves open.
 """
 
 import re
@@ -28,7 +28,7 @@ _GUARDS: tuple[tuple[tuple[int, int], Mapping[str, str]], ...] = (
     (
         (2, 13),
         {
-            _OTHER_THREAD: "no longer seen (masked)",
+            _OTHER_THREAD: "raises RuntimeError, but for those of a compilation (masked)",
             _COMPILE_OFF: "raises RuntimeError",
             _LIMITS: "a limit per function, own cache (isolate_recompiles)",
         },

@@ -22,12 +22,16 @@ from torch import Tensor
 from drafter_trainer import flex_policy
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
+from slipstream.compile_guards import torch_release
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 THREADS, CALLS = 4, 25
 CONTEXT, BLOCK, HEADS, HEAD_DIM = 256, 16, 2, 64
 DEADLINE = 120.0
+
+TRACES_ARE_SEEN = (torch_release(torch.__version__) or (0, 0)) < (2, 14)
+"""Whether a thread meets the FX trace of another; later, it is a thread's own, and every call is right."""
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -18,6 +18,7 @@ from drafter_trainer import flex_policy
 from drafter_trainer.anchors import Anchors
 from drafter_trainer.block_mask import AttentionLayout, build_block_attention
 from tests.fakes.processes import import_path
+from tests.fakes.thread_load import TRACES_ARE_SEEN
 from tests.gpu.test_flex_drafter import _policy  # noqa: F401 - a fixture, for every test here
 
 CONTEXT, ANCHORS, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 512, 1024, 32, 2, 1, 128
@@ -47,9 +48,12 @@ def test_four_threads_are_right_or_refused_and_never_dense() -> None:
     assert all("wrong" not in outcomes for result in results.values() for outcomes in result.values()), results
     assert all(results[mode]["before"] == {"right": 1} for mode in modes if mode != "race"), results
     assert all(results[mode]["after"] == {"right": 25} for mode in ("held", "owned")), results
-    assert results["held"]["during"] == {"RuntimeError": 100}, "torch refuses"
-    # Told not to refuse, torch runs the function uncompiled: what would have gone dense meets the tripwire.
-    assert results["lenient"]["during"].keys() - {"right"}, results
+    if TRACES_ARE_SEEN:
+        assert results["held"]["during"] == {"RuntimeError": 100}, "torch refuses"
+        # Told not to refuse, torch runs the function uncompiled: what would have gone dense meets the tripwire.
+        assert results["lenient"]["during"].keys() - {"right"}, results
+    else:
+        assert results["held"]["during"] == results["lenient"]["during"] == {"right": 100}, results
     assert results["owned"]["during"] == {"AssertionError": 100}, "the function of another thread"
     # Without a trace held open, threads may miss each other: all right, some refused, but nothing else.
     race = results["race"]["during"]

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.fakes.thread_load import TRACES_ARE_SEEN
+
 SELF_TEST = """
 import torch
 from drafter_trainer import flex_policy
@@ -41,8 +43,11 @@ def test_four_threads_are_right_or_refused_and_never_dense() -> None:
     results = dict(zip(modes, map(json.loads, run.stdout.splitlines()), strict=True))
     assert all(result["before"] == {"right": 1} for mode, result in results.items() if mode != "race"), results
     assert all(result["after"] == {"right": 25} for result in results.values()), results
-    assert results["held"]["during"] == {"RuntimeError": 100}, "torch refuses"
-    # Told not to, torch runs the function uncompiled: the tripwire refuses where it would have gone dense.
-    assert results["lenient"]["during"].keys() <= {"dense", "right"} and results["lenient"]["during"]["dense"] > 0
+    if TRACES_ARE_SEEN:
+        assert results["held"]["during"] == {"RuntimeError": 100}, "torch refuses"
+        # Told not to, torch runs the function uncompiled: the tripwire refuses where it would have gone dense.
+        assert results["lenient"]["during"].keys() <= {"dense", "right"} and results["lenient"]["during"]["dense"] > 0
+    else:
+        assert results["held"]["during"] == results["lenient"]["during"] == {"right": 100}
     assert results["owned"]["during"] == {"AssertionError": 100}, "the function of another thread"
     assert results["race"]["during"].keys().isdisjoint({"dense", "wrong"}), results
