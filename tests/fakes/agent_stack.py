@@ -1,9 +1,10 @@
 """A control API, a target server and trainer agents as processes, and faults in the training processes they start."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.control_client import ControlClient
@@ -70,19 +71,32 @@ class Stack:
         """After it was killed."""
         self.api = self.start_api(int(self.address.rpartition(":")[2]))
 
-    def start_agent(self, name: str = "t1", *arguments: str) -> ManagedProcess:
-        """Once it is known to the control API; all share the directory of runs."""
-        agent = self.start_worker(name, *arguments)
+    def start_agent(self, name: str = "t1", *arguments: str, mebibytes: int | None = None) -> ManagedProcess:
+        """Once it is known to the control API; all share the directory of runs.
+
+        Args:
+            name: of the trainer.
+            arguments: of its process, besides.
+            mebibytes: of memory in its container; None: it is in none.
+        """
+        container = {} if mebibytes is None else {"SLIPSTREAM_TEST_CGROUP": self._container(name, mebibytes)}
+        agent = self.start_worker(name, *arguments, env=container)
         agent.wait_for_line(f"registered name={name}")
         return agent
 
-    def start_worker(self, name: str, *arguments: str) -> ManagedProcess:
+    def start_worker(self, name: str, *arguments: str, env: Mapping[str, str] = MappingProxyType({})) -> ManagedProcess:
         """The process."""
         flags = ["--api", f"http://{self.address}", "--name", name, "--device", "cpu", "--threads", "1"]
         places = ["--runs", self.directory / "runs", "--state", self.directory / f"state-{name}"]
-        return self.processes.start(
-            "drafter_trainer", "worker", *flags, *places, *arguments, env=self.faults.environment
-        )
+        environment = self.faults.environment | dict(env)
+        return self.processes.start("drafter_trainer", "worker", *flags, *places, *arguments, env=environment)
+
+    def _container(self, name: str, mebibytes: int) -> str:
+        group = self.directory / f"cgroup-{name}"
+        group.mkdir(exist_ok=True)
+        for file, value in (("memory.max", mebibytes << 20), ("memory.current", 0)):
+            (group / file).write_text(f"{value}\n")
+        return str(group)
 
     def create(self, name: str, *overrides: str) -> None:
         """A run of the tiny recipe."""

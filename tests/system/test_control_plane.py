@@ -200,3 +200,42 @@ def test_a_target_that_goes_away_and_comes_back(
         assert history == [
             "PENDING", "STARTING", "RUNNING", "PAUSING", "PAUSED", "STARTING", "RUNNING", "SUCCEEDED"
         ]  # fmt: skip
+
+
+def test_the_agent_of_the_only_trainer_that_can_hold_a_run_is_killed(
+    processes: Processes,
+    tiny_recipe: Path,
+    tmp_path: Path,
+    serve: Callable[..., tuple[ManagedProcess, str]],
+    watch: Callable[[Stack, str], Watch],
+) -> None:
+    """No run goes to the free one beside it, where it would end with OUT_OF_MEMORY."""
+    _, address = serve()
+    with agent_stack(processes, tiny_recipe, address, tmp_path) as stack:
+        # A held process trains on until its next checkpoint: that must not be the last one.
+        stack.faults.hold(5)
+        large = stack.start_agent("large")
+        small = stack.start_agent("small", mebibytes=256)
+        stack.create("taken", "train.max_steps=20", "checkpoint.every_steps=5")
+        taken = watch(stack, "taken")
+        stack.faults.wait_until_held(5)
+        taken.state("RUNNING")
+        stack.create("waits", "train.max_steps=4")
+        waits = watch(stack, "waits")
+        free = waits.condition("NO_TRAINER_FREE", holds=True)
+        assert free.startswith("Waits for large (has run taken). The run needs "), free
+        assert free.endswith("the CPU of trainer small has 256 MiB."), free
+
+        large.kill()
+        stack.faults.let_go(5)
+        lost = taken.condition("TRAINER_LOST", holds=True)
+        assert lost.startswith("Nothing is heard of large. The run needs ") and "trainer small has 256 MiB" in lost
+        fits = waits.condition("NO_TRAINER_FITS", holds=True)
+        assert fits.endswith("Start large again, which could and is not there."), fits
+        stack.start_agent("large")
+        taken.state("SUCCEEDED")
+        waits.state("STARTING")
+        assert stack.steps("taken") == list(range(20)), "a step was lost, or trained twice"
+        for run in ("taken", "waits"):
+            assert {one["data"]["trainer"] for one in stack.events(run, "TRAINER_ASSIGNED")} == {"large"}
+        assert "child_started" not in small.output

@@ -6,6 +6,9 @@
     hold-10   it makes `at-10`, and waits until `hold-10` has been removed
 
 and one that starts, for `kill-start`.
+
+`$SLIPSTREAM_TEST_CGROUP` is a control group of version 2, or a directory with its files: the container that agent and
+training process find themselves in.
 """
 
 import os
@@ -41,6 +44,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         while (faults / f"hold-{step}").exists():
             time.sleep(0.02)
 
+
+if group := os.environ.get("SLIPSTREAM_TEST_CGROUP"):
+    from slipstream import machine_probe
+
+    machine_probe._CGROUP = Path(group)
 
 if _FAULTS and "--agent-fd" in sys.orig_argv:
     if (Path(_FAULTS) / "kill-start").exists():
