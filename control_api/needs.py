@@ -6,11 +6,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from control_api.run_definition import may_be_read
+from control_api.run_definition import run_sizes, served_sizes
 from control_api.store.tables import Run
 from slipstream.errors import SlipstreamError
-from slipstream.plan.admission import known_sizes
-from slipstream.plan.sizes import RunSizes
+from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.problems import describe_problem
 from slipstream.run_spec.spec import RunSpec
 
@@ -23,17 +22,21 @@ class Need:
     """None: `problem` says why this version does not understand the definition."""
     problem: str = ""
     sizes: RunSizes | None = None
-    """None: its target's sizes are not known here, and its trainer finds out whether it can hold the run."""
+    """None: those of its target are not known here, and its trainer finds out whether it can hold the run."""
     is_final: bool = False
     """Nothing more is to be found out."""
 
 
+_Key = tuple[str | int, TargetSizes | None]
+
+
 class Needs:
-    """Of all runs. Definitions never change, so that files are read once a run; threads may share it."""
+    """Of all runs. A definition never changes, so that files are read once a run, and once more where its target says
+    other sizes of its model. Threads may share it."""
 
     def __init__(self, data_roots: tuple[Path, ...]) -> None:
         self._data_roots = data_roots
-        self._known: dict[str | int, Need] = {}
+        self._known: dict[_Key, Need] = {}
 
     def find_out(self, runs: Iterable[Run]) -> None:
         """Read files, so that `of` need not within a transaction; where a target's were missing, they may have come.
@@ -52,9 +55,9 @@ class Needs:
             need = self._known[_key(run)] = self._read(run)
         return need
 
-    def remember(self, run: Run, spec: RunSpec, sizes: RunSizes | None) -> None:
-        """What was found out at its creation."""
-        self._known[_key(run)] = Need(spec, sizes=sizes, is_final=sizes is not None)
+    def remember(self, run: Run, spec: RunSpec, served: TargetSizes | None, sizes: RunSizes | None) -> None:
+        """What was found out at its creation, from what its target said then."""
+        self._known[_key(run)[0], served] = Need(spec, sizes=sizes, is_final=sizes is not None)
 
     def _read(self, run: Run) -> Need:
         try:
@@ -62,12 +65,12 @@ class Needs:
         except ValidationError as error:  # another version wrote it, or a package has gone that brought its drafter
             return Need(None, "; ".join(describe_problem(problem, {}) for problem in error.errors()), is_final=True)
         try:
-            sizes = known_sizes(spec) if may_be_read(spec.target.model, self._data_roots) else None
+            sizes = run_sizes(spec, served_sizes(run.target), self._data_roots)
         except SlipstreamError:  # its files have changed since it was created: its trainer refuses it, in words
             return Need(spec, is_final=True)
         return Need(spec, sizes=sizes, is_final=sizes is not None)
 
 
-def _key(run: Run) -> str | int:
+def _key(run: Run) -> _Key:
     """Not the id: that of a run whose creation was undone comes again."""
-    return run.uid or run.id
+    return run.uid or run.id, served_sizes(run.target)

@@ -104,3 +104,4 @@ def _copy(finding: Finding, target: Target) -> None:
     if finding.status == "REACHABLE":  # a target that is away is still the model it was
         target.model, target.revision = finding.model, finding.revision
         target.fingerprint, target.server_version = finding.fingerprint, finding.server_version
+        target.sizes = None if finding.sizes is None else dict(finding.sizes)

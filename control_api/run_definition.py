@@ -7,13 +7,13 @@ from pathlib import Path
 
 import recipes
 from control_api.schemas import RunCreate
-from control_api.store.tables import Trainer
+from control_api.store.tables import Target, Trainer
 from slipstream.drafter_name import drafter_name
 from slipstream.errors import SlipstreamError
 from slipstream.first_drafter import require_possible_first_drafter
 from slipstream.mask_token import require_mask
 from slipstream.plan.admission import known_sizes, require_fit
-from slipstream.plan.sizes import RunSizes
+from slipstream.plan.sizes import RunSizes, TargetSizes
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.load import SpecInvalidError, parse_recipe, parse_spec
 from slipstream.run_spec.reasons import Reason
@@ -50,21 +50,37 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
     )
 
 
-def require_trainable(spec: RunSpec, data_roots: tuple[Path, ...], present: Sequence[Trainer]) -> RunSizes | None:
-    """Refuse what `slipstream plan` refuses, and a missing first drafter, as far as this machine's files and the
-    trainers that are heard of tell; returns the sizes of the run, where they are known.
+def served_sizes(target: Target | None) -> TargetSizes | None:
+    """What the target said of its model; None where it was not reached yet."""
+    return None if target is None or target.sizes is None else TargetSizes(**target.sizes)
+
+
+def run_sizes(spec: RunSpec, served: TargetSizes | None, data_roots: tuple[Path, ...]) -> RunSizes | None:
+    """The sizes of a run, by what its target says of its model, else by files of this machine; None: not known.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE, DATA_INVALID, TARGET_FINGERPRINT_MISMATCH; OUT_OF_MEMORY,
-            ENVIRONMENT_UNSUPPORTED, no trainer's device can train it; CHECKPOINT_INVALID.
+        SlipstreamError: as `known_sizes`.
+    """
+    is_known = served is not None or may_be_read(spec.target.model, data_roots)
+    return known_sizes(spec, served) if is_known else None
+
+
+def require_trainable(spec: RunSpec, sizes: RunSizes | None, present: Sequence[Trainer]) -> None:
+    """Refuse what `slipstream plan` refuses, and a missing first drafter, as far as it is known here.
+
+    Args:
+        spec: of the run.
+        sizes: of the run, where they are known.
+        present: the trainers that are heard of.
+
+    Raises:
+        SlipstreamError: OUT_OF_MEMORY, ENVIRONMENT_UNSUPPORTED, no trainer's device can train it; CHECKPOINT_INVALID.
     """
     # Only where all trainers are here is the same path the same directory.
     if present and all(one.host == socket.gethostname() for one in present):
         require_possible_first_drafter(spec.drafter.init_from)
-    sizes = known_sizes(spec) if may_be_read(spec.target.model, data_roots) else None
     if sizes is not None:
         require_fit(sizes, spec.train, [(one.name, one.devices) for one in present])
-    return sizes
 
 
 def _parse(body: RunCreate) -> RunSpec:

@@ -2,16 +2,21 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from control_api.schemas import TargetStatus
 from slipstream.errors import SlipstreamError
+from slipstream.hidden_states.v1 import hidden_state_service_pb2 as pb
 from slipstream.hidden_states.v1 import stream_admin_service_pb2 as admin_pb
+from slipstream.plan.target_sizes import sizes_of_served
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
 from slipstream.wire.ask_once import asked_once
 from slipstream.wire.channel import TargetClient, WaitInterruptedError
+from slipstream.wire.target_config import TargetConfig
 
 Done = TypeVar("Done")
 
@@ -55,6 +60,8 @@ class Finding:
     revision: str | None = None
     fingerprint: str | None = None
     server_version: str | None = None
+    sizes: Mapping[str, Any] | None = None
+    """Of its model; None where a server of another version says them otherwise."""
     closed: frozenset[str] = frozenset()
     """Subscriptions that it has closed, or does not have."""
     stats: Mapping[str, StreamStats] = field(default_factory=dict)
@@ -82,9 +89,19 @@ def visit(address: str, errands: Errands = Errands(), *, token: str | None, dead
         revision=target.model_revision or None,
         fingerprint=target.target_fingerprint,
         server_version=target.server_version,
+        sizes=_sizes(target),
         closed=frozenset(closed),
         stats=stats,
     )
+
+
+def _sizes(target: pb.GetTargetResponse) -> dict[str, Any] | None:
+    try:
+        return asdict(sizes_of_served(TargetConfig.from_json(target.target_config_json)))
+    except ValidationError as error:
+        what = f"{error.error_count()} keys are missing, unknown or of another type"
+        log_event(_log, "debug", "target_sizes_unknown", model=target.model_id, detail=what)
+        return None
 
 
 def _absent(waits: Sequence[Reason], address: str, deadline: float) -> Finding:

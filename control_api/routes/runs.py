@@ -11,7 +11,7 @@ from control_api.first_drafter import settle_first_drafter
 from control_api.model_match import require_same_model
 from control_api.reconciler import set_conditions
 from control_api.routes.responses import refusals
-from control_api.run_definition import define_run, require_trainable
+from control_api.run_definition import define_run, require_trainable, run_sizes, served_sizes
 from control_api.schemas import RunCreate, RunDetail, RunList, RunUpdate
 from control_api.store import runs, targets, trainers
 from control_api.store.database import touch
@@ -38,7 +38,9 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     with services.database.read() as session:
         present = services.reconciler.present(session, services.clock())
         spec, first = settle_first_drafter(spec, session, present)
-    sizes = require_trainable(spec, services.settings.data_roots, present)
+        served = served_sizes(targets.meant(session, body.target))
+    sizes = run_sizes(spec, served, services.settings.data_roots)
+    require_trainable(spec, sizes, present)
 
     def create(session: Session) -> RunDetail:
         target = require_target(session, body.target) if body.target is not None else _only_target(session)
@@ -50,7 +52,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
         row = runs.create(session, spec=definition, target=target, note=body.note, now=now)
         if first is not None:
             first.note(session, row, now=now)
-        services.reconciler.needs.remember(row, spec, sizes)
+        services.reconciler.needs.remember(row, spec, served, sizes)
         # Said at once, to whoever creates it: it would wait for nothing.
         if (unfit := services.reconciler.misfit(session, row, now)) is not None:
             set_conditions(session, row, {Condition.NO_TRAINER_FITS: unfit}, now=now)

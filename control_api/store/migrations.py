@@ -22,6 +22,7 @@ _STATEMENTS: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE checkpoints ADD COLUMN is_best BOOLEAN NOT NULL DEFAULT 0",
     ),
     7: ("ALTER TABLE runs ADD COLUMN data JSON",),
+    8: ("ALTER TABLE targets ADD COLUMN sizes JSON",),
 }
 """What each version changed on tables that were there before; tables that are missing are made first."""
 

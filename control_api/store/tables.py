@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Float, ForeignKey, Index, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Of everything below; raise it with every change, together with a migration (store/migrations.py)."""
 
 _NEVER_REUSED = {"sqlite_autoincrement": True}
@@ -33,6 +33,8 @@ class Target(Table):
     revision: Mapped[str | None]
     fingerprint: Mapped[str | None]
     server_version: Mapped[str | None]
+    sizes: Mapped[dict[str, Any] | None]
+    """Of its model, as it said itself; the fields of slipstream.plan.sizes.TargetSizes."""
     checked_at: Mapped[float | None]
 
 

@@ -13,6 +13,12 @@ def find(session: Session, name: str) -> Target | None:
     return session.scalar(select(Target).where(Target.name == name))
 
 
+def meant(session: Session, name: str | None) -> Target | None:
+    """By name, or the only one; None where there is none, or no name and several."""
+    found = [one for one in every(session) if name in (None, one.name)]
+    return found[0] if len(found) == 1 else None
+
+
 def add(session: Session, *, name: str, address: str, now: float) -> Target:
     """Register; the name must be free."""
     target = Target(name=name, address=address, created_at=now)

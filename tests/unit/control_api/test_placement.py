@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from control_api.reconciler import Reconciler
 from control_api.settings import Settings
+from control_api.store import targets
 from control_api.store.database import Database
 from slipstream.plan.admission import known_sizes
 from slipstream.plan.memory import plan_memory
+from slipstream.plan.target_sizes import sizes_of_config
 from slipstream.run_spec.spec import RunSpec
 from tests.fakes.control_plane import SPEC, Desk, assert_problem, checkpoint, report
 
@@ -57,6 +60,13 @@ class Hall(Desk):
     def run_of(self, size: str, name: str) -> dict[str, Any]:
         """A new run."""
         return self.run(name, **self.of_size(size))
+
+    def serves_model_of(self, config: dict[str, Any]) -> None:
+        """The target has said the sizes of its model."""
+        with self.services.database.write() as session:
+            row = targets.find(session, "local")
+            assert row is not None
+            row.sizes = asdict(sizes_of_config(config, "here"))
 
     def cpu(self, size: str, name: str | None = None, **changes: Any) -> None:
         """A trainer, named after its size."""
@@ -273,6 +283,23 @@ def test_files_that_come_while_a_run_waits_count(hall: Hall, tmp_path: Path) -> 
     assert "trainer small has" in hall.why_waits("greedy")["NO_TRAINER_FITS"], "they are read once"
 
 
+def test_what_the_target_says_of_its_model_counts_before_files(hall: Hall) -> None:
+    elsewhere = hall.of_size("big") | {"target": {"model": "of/another-machine"}}
+    hall.cpu("small")
+    hall.serves_model_of(CONFIG)
+    refused = hall.client.post("/v1/runs", json={"target": "local", "spec": SPEC | elsewhere})
+    assert "trainer small has" in assert_problem(refused, 409, "OUT_OF_MEMORY")["detail"]
+    hall.cpu("big")
+    hall.run("one", **elsewhere)
+    hall.run("two", **elsewhere)
+    assert hall.who_has("one") == ["big"] and hall.why_waits("two")["NO_TRAINER_FREE"].startswith("Waits for big")
+    hall.serves_model_of(CONFIG | {"vocab_size": 8, "intermediate_size": 8, "hidden_size": 16})
+    assert hall.who_has("two") == ["small"], "another model is served, which is smaller"
+    hall.run_of("big", "three")
+    hall.ends("small")
+    assert hall.who_has("three") == ["small"], "whatever the files say"
+
+
 class TestWithDataRoots:
     @pytest.fixture
     def settings(self, tmp_path: Path) -> Settings:
@@ -282,6 +309,11 @@ class TestWithDataRoots:
         hall.cpu("small")
         hall.run("greedy", **hall.of_size("big"), data=SPEC["data"] | {"files": [str(tmp_path / "data" / "a.jsonl")]})
         assert hall.who_has("greedy") == ["small"]
+        hall.ends("small")
+        hall.serves_model_of(CONFIG)
+        hall.cpu("big")
+        hall.run("again", **hall.of_size("big"), data=SPEC["data"] | {"files": [str(tmp_path / "data" / "a.jsonl")]})
+        assert hall.who_has("again") == ["big"], "its server may say its sizes"
 
 
 def test_control_planes_that_look_at_once_give_no_trainer_twice(hall: Hall, database: Database) -> None:

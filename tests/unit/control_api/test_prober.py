@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 
 from control_api.dependencies import Services
 from control_api.prober import TargetProber
+from control_api.run_definition import served_sizes
 from control_api.settings import Settings
 from control_api.store import targets
 from control_api.store.database import Database
@@ -25,13 +26,23 @@ from slipstream.hidden_states.v1.hidden_state_service_pb2_grpc import (
     add_HiddenStateServiceServicer_to_server,
 )
 from slipstream.hidden_states.v1.stream_admin_service_pb2_grpc import add_StreamAdminServiceServicer_to_server
+from slipstream.plan.sizes import TargetSizes
+from slipstream.plan.target_sizes import sizes_of_served
 from slipstream.run_spec.reasons import Reason
 from slipstream.wire.channel import SERVER_OPTIONS
 from slipstream.wire.status import StatusInterceptor
+from slipstream.wire.target_config import TargetConfig
 from target_server.admin_service import StreamAdminService
 from target_server.producer import Throughput
 from tests.fakes.control_plane import Desk, record, report
 from tests.fakes.ledger_desk import STREAM, LedgerDesk
+
+CONFIG = TargetConfig(
+    model_type="llama", num_layers=4, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, vocab_size=96, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=512,
+    tie_word_embeddings=False, embedding_scale=2.0, logit_soft_cap=None, norm_weight_offset=0.0, tokenizer_length=90,
+    mask_token_id=None, special_tokens={},
+)  # fmt: skip
 
 
 class Service(HiddenStateServiceServicer):
@@ -41,14 +52,16 @@ class Service(HiddenStateServiceServicer):
         self.refusal: SlipstreamError | None = None
         self.protocol_version = 1
         self.tokens: list[str] = []
+        self.config = ""
 
     def GetTarget(self, request: pb.GetTargetRequest, context: grpc.ServicerContext) -> pb.GetTargetResponse:  # noqa: N802
         self.tokens.append(dict(context.invocation_metadata()).get("authorization", ""))
         if self.refusal is not None:
             raise self.refusal
         return pb.GetTargetResponse(
-            protocol_version=self.protocol_version, model_id="m", target_fingerprint="f", server_version="1"
-        )
+            protocol_version=self.protocol_version, model_id="m", target_fingerprint="f", server_version="1",
+            target_config_json=self.config,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -85,6 +98,28 @@ def test_a_target_that_serves(service: Service, address: str) -> None:
     found = visit(address, token="secret", deadline=5.0)
     assert (found.status, found.model, found.fingerprint, found.server_version) == ("REACHABLE", "m", "f", "1")
     assert service.tokens == ["Bearer secret"]
+
+
+def test_the_sizes_of_its_model_are_kept(database: Database, service: Service, address: str) -> None:
+    service.config = CONFIG.canonical_json()
+    prober = TargetProber(database, Settings(probe_deadline=30.0), time.time)
+    with database.write() as session:
+        targets.add(session, name="local", address=address, now=1.0)
+    refusals = (None, SlipstreamError("not now", reason=Reason.TARGET_LOADING))
+    for refusal, status in zip(refusals, ("REACHABLE", "LOADING"), strict=True):
+        service.refusal = refusal
+        prober.probe("local", address)
+        assert known_of(database) == (status, sizes_of_served(CONFIG)), "one that loads is still that model"
+    service.refusal, service.config = None, '{"model_type": "of another version"}'
+    prober.probe("local", address)
+    assert known_of(database) == ("REACHABLE", None)
+
+
+def known_of(database: Database) -> tuple[str, TargetSizes | None]:
+    """Status and sizes of the target."""
+    with database.read() as session:
+        [row] = targets.every(session)
+        return row.status, served_sizes(row)
 
 
 @pytest.mark.parametrize(
