@@ -2,12 +2,16 @@
 
 import difflib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 _DIRECTORY = Path(__file__).parent
+_NO_RECIPE = "pyproject.toml"
+_MOST_LISTED = 5
+_NEAR_ENOUGH_HERE = 0.5  # mx is half of my
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -24,12 +28,21 @@ def recipe_path(name: str) -> Path:
     stem = name.removesuffix(".toml")
     if stem in recipe_names():
         return _DIRECTORY / f"{stem}.toml"
-    near = difflib.get_close_matches(stem, recipe_names(), n=1)
+    here: list[str] = []
+    with suppress(OSError):  # the working directory may not be read, or is gone
+        here = sorted(file.stem for file in Path().glob("*.toml") if file.name != _NO_RECIPE)
+    near = [f"{one}.toml" for one in difflib.get_close_matches(stem, here, n=1, cutoff=_NEAR_ENOUGH_HERE)]
+    near += difflib.get_close_matches(stem, recipe_names(), n=1)
+    listed = f"Shipped recipes: {', '.join(recipe_names())}." + (f" Here: {_some_of(here)}." if here else "")
     raise SlipstreamError(
         f"no shipped recipe is called {name!r}, and no file here",
         reason=Reason.SPEC_INVALID,
-        remedy=f"Did you mean {near[0]!r}?" if near else f"Shipped recipes: {', '.join(recipe_names())}.",
+        remedy=f"Did you mean {' or '.join(map(repr, near))}?" if near else listed,
     )
+
+
+def _some_of(stems: list[str]) -> str:
+    return ", ".join(f"{one}.toml" for one in stems[:_MOST_LISTED]) + (", …" if len(stems) > _MOST_LISTED else "")
 
 
 def find_recipe(argument: str) -> Path:
@@ -38,6 +51,12 @@ def find_recipe(argument: str) -> Path:
     Raises:
         SlipstreamError: SPEC_INVALID, no shipped recipe is called so.
     """
+    if "://" in argument:
+        raise SlipstreamError(
+            f"{argument} is the address of something elsewhere, not a recipe on this machine.",
+            reason=Reason.SPEC_INVALID,
+            remedy="Download the recipe and give its path; a model is named with --model or target.model.",
+        )
     is_name = not argument or ("/" not in argument and not Path(argument).exists())
     return recipe_path(argument) if is_name else Path(argument)
 

@@ -11,6 +11,8 @@ from typing import Self
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
+_LAST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class ListenAddress:
@@ -20,7 +22,7 @@ class ListenAddress:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, flag: str = "--listen") -> Self:
         """Read `host:port` or `[ipv6]:port`.
 
         Raises:
@@ -28,11 +30,16 @@ class ListenAddress:
         """
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
-        if not host or (":" in host and not bracketed) or not port.isdecimal() or int(port) > 65535:
+        wrong = ""
+        if port.isdecimal() and (len(port.lstrip("0")) > 5 or int(port) > _LAST_PORT):
+            wrong = f"; port {port} is out of range"
+        elif text.startswith(":"):
+            wrong = "; no host is named"
+        if wrong or not host or (":" in host and not bracketed) or not port.isdecimal():
             raise SlipstreamError(
-                f"--listen is {text!r}, expected HOST:PORT with a port up to 65535",
+                f"{flag} is {text!r}{wrong}, expected HOST:PORT with a port from 0 to {_LAST_PORT}",
                 reason=Reason.SPEC_INVALID,
-                remedy="Example: --listen 127.0.0.1:8080 (port 0 takes a free one).",
+                remedy=f"Example: {flag} 127.0.0.1:8080 (port 0 takes a free one).",
             )
         return cls(host[1:-1] if bracketed else host, int(port))
 

@@ -16,6 +16,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 # Everything else that decides what the model and the tokenizer do.
 _DESCRIPTION_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 _CODE_PATTERN = "*.py"
+_CHECK_PATH = "Check the path; a model of a hub is OWNER/NAME."
 MODEL_CARD = "README.md"
 """Its head names the model's licence; it is no part of what the model does."""
 
@@ -66,7 +67,7 @@ def locate_target(spec: TargetSpec) -> TargetFiles:
             )
         return TargetFiles(path.parent, weights=(path,), descriptions=(), revision=None)
     if is_path(spec.model):
-        raise model_error(f"target.model {spec.model!r} does not exist.", "Check the path.")
+        raise model_error(f"target.model {spec.model!r} does not exist.", _CHECK_PATH)
     snapshot = _hub_snapshot(spec)
     return _files_of_directory(snapshot, spec.model, spec.trust_remote_code, revision=snapshot.name)
 
@@ -83,7 +84,7 @@ def locate_tokenizer(spec: TargetSpec) -> TargetFiles:
     if path.is_file() or path.suffix == ".gguf":
         return locate_target(spec)
     if not path.is_dir() and is_path(spec.model):
-        raise model_error(f"{spec.model!r} does not exist.", "Check the path.")
+        raise model_error(f"{spec.model!r} does not exist.", _CHECK_PATH)
     if path.is_dir():
         _require_tokenizer(path, spec.model)
     root = path if path.is_dir() else _hub_snapshot(spec, weights=False)

@@ -32,6 +32,26 @@ Such a module has `add_parser(subparsers)`, which registers the command under it
 """
 
 
+_ELSEWHERE = {
+    **{word: f"run {word}" for word in ("create", "events", "get", "logs", "ls", "pause", "resume", "stop", "watch")},
+    "attach": "trainer attach",
+    "detach": "trainer detach",
+    "drain": "target drain",
+    "export": "checkpoint export",
+    "index": "data index",
+    "inspect": "data inspect",
+    "list": "run ls",
+    "regenerate": "data regenerate",
+    "serve": "up",
+    "show": "run get",
+    "start": "up",
+    "status": "run ls",
+    "train": "run create",
+    "worker": "trainer start",
+}
+"""What people type in place of a command and its action."""
+
+
 def main() -> int:
     """The console script."""
     return run_main(PROGRAM, lambda: run_command(sys.argv[1:]))
@@ -47,6 +67,7 @@ def run_command(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog=PROGRAM, description="Train the drafters that make large language models decode several times faster."
     )
+    parser.elsewhere = _ELSEWHERE
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)

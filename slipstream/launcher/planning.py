@@ -159,12 +159,7 @@ def require_sense(wanted: Wanted) -> None:
         )
     for flag, text in (("--listen", wanted.listen), ("--target-listen", wanted.target_listen)):
         if text is not None:
-            try:
-                ListenAddress.parse(text)
-            except SlipstreamError as error:
-                raise SlipstreamError(
-                    f"{flag} is {text!r}, expected HOST:PORT", reason=error.reason, remedy=error.remedy
-                ) from error
+            ListenAddress.parse(text, flag)
 
 
 def place(wanted: Wanted, *, num_gpus: int, cores: int) -> Placement:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from slipstream.drafter_name import drafter_name
 from slipstream.errors import SlipstreamError
+from slipstream.model_names import is_hub_model
 from slipstream.run_spec.data_entries import is_hub_name
 from slipstream.run_spec.locate import key_lines
 from slipstream.run_spec.overrides import Override, apply_overrides, parse_override
@@ -136,20 +137,20 @@ def _read(path: Path) -> str:
         raise SlipstreamError(
             f"no recipe at {path}.",
             reason=Reason.SPEC_INVALID,
-            remedy=f"Did you mean {path.parent / close}?" if close else "Give the path of a .toml file.",
+            remedy=f"Did you mean {path.parent / close}?" if close else _rather_a_recipe(path),
         ) from None
     except IsADirectoryError:
         inside = sorted(path.glob("*.toml"))
         raise SlipstreamError(
             f"{path} is a directory, not a recipe.",
             reason=Reason.SPEC_INVALID,
-            remedy=f"Did you mean {inside[0]}?" if inside else "Give the path of a .toml file.",
+            remedy=f"Did you mean {inside[0]}?" if inside else _rather_a_recipe(path),
         ) from None
     except UnicodeDecodeError as error:
         raise SlipstreamError(
-            f"{path} is not UTF-8 text (byte {error.start}).",
+            f"{path} is not UTF-8 text (byte {error.start}), so it is no recipe.",
             reason=Reason.SPEC_INVALID,
-            remedy="Save the recipe as UTF-8.",
+            remedy=_rather_a_recipe(path) if path.suffix != ".toml" else "Save the recipe as UTF-8.",
         ) from None
     except OSError as error:
         raise SlipstreamError(
@@ -157,6 +158,14 @@ def _read(path: Path) -> str:
             reason=Reason.SPEC_INVALID,
             remedy="Give the path of a readable .toml file.",
         ) from None
+
+
+def _rather_a_recipe(path: Path) -> str:
+    """What to give in place of it; a model where a recipe belongs is a likely mistake."""
+    is_hub_name = is_hub_model(str(path)) and path.suffix not in (".toml", ".json") and not path.parent.exists()
+    if is_hub_name or path.suffix in (".gguf", ".safetensors") or (path / "config.json").is_file():
+        return f"Give a .toml file. A model is named with --model {path}, or with --set target.model={path}."
+    return "Give the path of a .toml file."
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -20,6 +20,28 @@ def test_address_round_trip(text: str, host: str, port: int) -> None:
     assert str(address) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (":99999", "--listen is ':99999'; port 99999 is out of range, expected HOST:PORT with a port from 0 to 65535"),
+        ("127.0.0.1:65536", "port 65536 is out of range"),
+        ("127.0.0.1:" + "9" * 5000, "9 is out of range"),
+        (":8080", "--listen is ':8080'; no host is named, expected HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_with_an_address(text: str, words: str) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        ListenAddress.parse(text)
+    assert words in refused.value.message
+    with pytest.raises(SlipstreamError) as of_another_flag:
+        ListenAddress.parse(text, "--target-listen")
+    assert "Example: --target-listen " in of_another_flag.value.remedy
+
+
+def test_zeros_before_a_port_are_none() -> None:
+    assert ListenAddress.parse("localhost:0000000080").port == 80
+
+
 @pytest.mark.parametrize("text", ["", "8080", ":8080", "host:", "host:http", "host:65536", "host:-1", "::1:8080"])
 def test_malformed_address(text: str) -> None:
     with pytest.raises(SlipstreamError, match="HOST:PORT") as refused:

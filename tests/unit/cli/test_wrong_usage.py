@@ -42,6 +42,15 @@ def test_values_of_flags(slipstream: Command, words: str, says: str) -> None:
         ("rnu ls", "slipstream", "'rnu' (choose from"),
         ("rnu ls", "slipstream", "; did you mean run?"),
         ("run creat x", "slipstream run", "; did you mean create?"),
+        ("run show demo", "slipstream run", "; did you mean get or ls?"),
+        ("run demo get", "slipstream run", "; did you mean slipstream run get demo?"),
+        ("run rm demo", "slipstream run", "; did you mean delete?"),
+        ("run start demo", "slipstream run", "; did you mean create or resume?"),
+        ("run", "slipstream run", "required: ACTION, one of create, ls, get, "),
+        ("trainer rm t1", "slipstream trainer", "; did you mean remove?"),
+        ("logs demo", "slipstream", "; did you mean slipstream run logs?"),
+        ("export demo", "slipstream", "; did you mean slipstream checkpoint export?"),
+        ("train mine.toml", "slipstream", "; did you mean slipstream run create?"),
         ("checkpoint export x --to vlm", "slipstream checkpoint export", "; did you mean vllm?"),
         ("up --traners 2", "slipstream up", "unrecognized arguments: --traners; did you mean --trainers?"),
         ("run ls --stat=RUNING --no-such", "slipstream run ls", "did you mean RUNNING?"),
@@ -89,6 +98,40 @@ def test_recipes_that_ship_have_names_in_every_program(capsys: pytest.CaptureFix
         with pytest.raises(SlipstreamError, match="no shipped recipe is called 'demo-smollm', and no file here"):
             wrong()
     assert train(["run", "demo-smollm"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("mx.toml", "Did you mean 'my.toml'?"),
+        ("my", "Did you mean 'my.toml'?"),
+        ("zzz.toml", "Shipped recipes: demo-smollm2-135m, "),
+        ("zzz.toml", " Here: my.toml, own recipe.toml, torn.toml."),
+        ("öwn recipe.toml", "Did you mean 'own recipe.toml'?"),
+        ("demo-smollm", "Did you mean 'demo-smollm2-135m'?"),
+        ("https://hub/some/model", "Download the recipe and give its path; a model is named with --model"),
+        ("some/model", "A model is named with --model some/model"),
+        ("some/recipe.toml", "Give the path of a .toml file."),
+        ("model", "A model is named with --model model"),
+        ("tiny.gguf", "A model is named with --model tiny.gguf"),
+        ("folder", "Give the path of a .toml file."),
+        ("torn.toml", "Save the recipe as UTF-8."),
+    ],
+)
+def test_what_is_no_recipe(
+    given: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slipstream: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("my.toml", "own recipe.toml", "pyproject.toml"):
+        (tmp_path / file).touch()
+    for folder in ("folder", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    for file in ("tiny.gguf", "torn.toml"):
+        (tmp_path / file).write_bytes(b"GGUF\xff\xfe\x00")
+    for command in (("recipe", "show"), ("plan",), ("run", "create")):
+        answer = slipstream(*command, given)
+        assert (answer.status, words in answer.err) == (2, True), answer.err
 
 
 def test_recipes_are_listed_as_everything_is(slipstream: Command) -> None:
