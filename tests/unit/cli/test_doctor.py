@@ -174,7 +174,8 @@ def test_this_machine_as_json_and_text(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(machine_module, "inspect_machine", lambda: facts)
     status = doctor.run(argparse.Namespace(output="json"))
     told = json.loads(capsys.readouterr().out)
-    assert told["machine"]["torch"]["version"] == told["machine"]["versions"]["torch"], "asked, and read from metadata"
+    asked, read = told["machine"]["torch"]["version"], told["machine"]["versions"]["torch"]
+    assert asked.split("+")[0] == read.split("+")[0], "a wheel's own metadata may leave out its CUDA release"
     assert 0 < told["machine"]["memory_available_bytes"] <= told["machine"]["memory_total_bytes"]
     assert told["machine"]["cores"] >= 1
     assert told["demo_can_run"] is (status == 0)
