@@ -22,6 +22,8 @@ from drafter_trainer.anchors import Anchors
 TILE = 128
 """Edge of a flex tile, never changed: torch drops backward configurations whose tiles do not divide it."""
 
+_ROWS_AT_ONCE = 512
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -176,12 +178,17 @@ def _ordered(present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def materialise_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> Tensor:
-    """The same mask_mod evaluated densely: bool [A·B, T + A·B], for SDPA and for tests."""
+    """The same mask_mod evaluated densely: bool [A·B, T + A·B], for SDPA and for tests. Some rows at a time, because its
+    intermediates are as large as what it returns."""
     device = visible.context_start.device
-    queries = torch.arange(num_queries, device=device)[:, None]
     keys = torch.arange(context_length + num_queries, device=device)[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    return make_mask_mod(visible, context_length)(zero, zero, queries, keys)
+    mask_mod = make_mask_mod(visible, context_length)
+    mask = torch.empty(num_queries, keys.numel(), dtype=torch.bool, device=device)
+    rows = torch.arange(num_queries, device=device)[:, None].split(_ROWS_AT_ONCE)
+    for part, queries in zip(mask.split(_ROWS_AT_ONCE), rows, strict=True):
+        part.copy_(mask_mod(zero, zero, queries, keys))
+    return mask
 
 
 @dataclass(frozen=True)
@@ -311,7 +318,7 @@ def build_block_attention(layout: AttentionLayout, anchors: Anchors, position_id
         return flex_attention_of(masks, context_length, num_queries, anchors)
     sees_something = anchors.valid.repeat_interleave(layout.block_size)[:, None]
     full_mask, sliding_mask = (
-        None if v is None else materialise_mask(v, context_length, num_queries) | ~sees_something
+        None if v is None else materialise_mask(v, context_length, num_queries).logical_or_(~sees_something)
         for v in _visible_by_kind(layout, anchors, position_ids)
     )
     return SdpaAttention(full_mask, sliding_mask, sees_something, anchors)
