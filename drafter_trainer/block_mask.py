@@ -178,8 +178,10 @@ def _ordered(present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def materialise_mask(visible: VisibleIntervals, context_length: int, num_queries: int) -> Tensor:
-    """The same mask_mod evaluated densely: bool [A·B, T + A·B], for SDPA and for tests. Some rows at a time, because its
-    intermediates are as large as what it returns."""
+    """The same mask_mod evaluated densely: bool [A·B, T + A·B], for SDPA and for tests.
+
+    Some rows at a time, because its intermediates are as large as what it returns.
+    """
     device = visible.context_start.device
     keys = torch.arange(context_length + num_queries, device=device)[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=device)
