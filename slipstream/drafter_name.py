@@ -14,6 +14,7 @@ from slipstream.checkpoint_name import find_checkpoint, split_name
 from slipstream.errors import SlipstreamError
 from slipstream.hub_drafter import HubDrafter, fetch_drafter
 from slipstream.model_names import is_hub_model
+from slipstream.run_spec.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,16 @@ def drafter_name(text: str, directory: Path | None) -> DrafterName:
     Args:
         text: as a person wrote it.
         directory: where a relative path starts; None: nothing can be looked for.
+
+    Raises:
+        SlipstreamError: CHECKPOINT_INVALID, an address of the web.
     """
+    if "://" in text:
+        raise SlipstreamError(
+            f"{text} is an address elsewhere, no drafter on this machine",
+            reason=Reason.CHECKPOINT_INVALID,
+            remedy="A drafter of a hub is named OWNER/NAME or OWNER/NAME@REVISION; another one is downloaded first.",
+        )
     path = Path(os.path.normpath((directory or Path()) / os.path.expanduser(text)))  # noqa: PTH111
     if directory is not None and _exists(path):
         return path

@@ -7,14 +7,17 @@ import argparse
 import logging
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafter_trainer.evaluation.command import open_checkpoint
 from slipstream.checkpoint_name import find_checkpoint
 from slipstream.child_processes import sigterm_as_exit
+from slipstream.drafter_name import drafter_name, find_drafter
 from slipstream.errors import SlipstreamError
 from slipstream.flag_values import THREADS
+from slipstream.hub_drafter import HubDrafter
 from slipstream.packaged_model import target_here
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
@@ -61,7 +64,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `import`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="config.json and safetensors in any of the formats")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="config.json and safetensors in any of the formats; or OWNER/NAME[@REVISION], a drafter of a hub",
+    )
     # Also understood as --target, the beginning of its name, as it was called once.
     parser.add_argument("--target-model", required=True, metavar="MODEL", help="the drafter's target, to decode with")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target; default: float32")
@@ -114,13 +121,17 @@ def run_import(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: CHECKPOINT_INVALID, TARGET_INCOMPATIBLE, MODEL_INVALID.
     """
+    directory = find_drafter(args.directory)
+    named = drafter_name(args.directory, Path())
+    # A branch moves on; the cache keeps a commit below its own name.
+    named = replace(named, revision=directory.name) if isinstance(named, HubDrafter) else directory.absolute()
     with sigterm_as_exit():
         _limit_threads(args.threads, args.device)
         from drafter_trainer.formats.importing import open_with_target
 
         target = target_here(TargetSpec(model=args.target_model, dtype=args.dtype), sys.stderr.write)
-        drafter, found = open_with_target(args.directory, target, args.device)
-    sys.stdout.write(_recipe_lines(args.directory, drafter))
+        drafter, found = open_with_target(directory, target, args.device)
+    sys.stdout.write(_recipe_lines(str(named), drafter))
     sys.stdout.write(
         f"# {drafter.format_name}; accepted length {found.accepted_length:.3f}, bonus included, on "
         f"{found.prompts} plain prompts\n"
@@ -156,11 +167,11 @@ def decoding_target(given: str | None, trained: TargetSpec) -> TargetSpec:
     return target_here(trained.model_copy(update=other), sys.stderr.write)
 
 
-def _recipe_lines(directory: Path, drafter: "PublishedDrafter") -> str:
+def _recipe_lines(init_from: str, drafter: "PublishedDrafter") -> str:
     """The table `[drafter]` of a recipe that begins with this drafter."""
     import json
 
     from drafter_trainer.formats.first_weights import recipe_settings
 
     lines = [f"{key} = {json.dumps(value)}" for key, value in recipe_settings(drafter.config).items()]
-    return "\n".join(["[drafter]", f"init_from = {json.dumps(str(directory.absolute()))}", *lines]) + "\n"
+    return "\n".join(["[drafter]", f"init_from = {json.dumps(init_from)}", *lines]) + "\n"

@@ -52,7 +52,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     spec.json: paths in it are left as they are.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, listing every error with its line.
+        SlipstreamError: SPEC_INVALID, listing every error with its line; CHECKPOINT_INVALID, drafter.init_from is an
+            address of the web.
     """
     text = _read(path)
     if path.suffix == ".json":

@@ -148,6 +148,13 @@ def test_without_a_hub_the_words_say_what_was_tried(cache: Path, here: Path, mon
         find_drafter("some/drafter@v1")
 
 
+def test_an_address_of_the_web_is_no_drafter(here: Path) -> None:
+    for find in (find_drafter, require_possible_first_drafter):
+        with pytest.raises(SlipstreamError, match="https://hub/some/drafter is an address elsewhere") as refused:
+            find("https://hub/some/drafter")
+        assert "named OWNER/NAME" in refused.value.remedy
+
+
 def test_a_misspelt_path_is_no_name_of_a_hub(here: Path) -> None:
     (here / "runs").mkdir()
     with pytest.raises(SlipstreamError, match="there is no checkpoint or run 'runs/misspelt'"):

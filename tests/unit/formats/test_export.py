@@ -28,6 +28,7 @@ from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import load_causal_lm
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
+from tests.fakes.hub_cache import COMMIT, put_into_cache
 from tests.fakes.tiny_run import write_target
 from tests.unit.formats.conftest import Source, make_plan
 
@@ -178,6 +179,20 @@ def test_import_says_what_a_recipe_needs(
     printed = capsys.readouterr().out
     assert f'init_from = "{exports["vllm"]}"' in printed
     assert "block_size = 4" in printed and "target_layer_ids = [1, 2]" in printed and "accepted length" in printed
+
+
+def test_import_of_a_drafter_of_a_hub_names_its_commit(
+    exports: dict[str, Path],
+    source: Source,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = put_into_cache(tmp_path / "cache", "some/drafter")
+    shutil.copytree(exports["sglang"], snapshot, dirs_exist_ok=True)
+    assert main(["import", "some/drafter", "--target-model", str(source.target)]) == 0
+    assert f'init_from = "some/drafter@{COMMIT}"' in capsys.readouterr().out
 
 
 # ---- what is refused
