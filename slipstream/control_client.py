@@ -15,6 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8080"
+_LAST_PORT = 65535
 _TIMEOUT = httpx2.Timeout(10.0, connect=5.0)
 # The server says something every 15 s, even if nothing happens.
 _STREAM_TIMEOUT = httpx2.Timeout(40.0, connect=5.0)
@@ -78,7 +79,9 @@ class ControlClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx2.Client(base_url=self.address, headers=headers, timeout=_TIMEOUT, trust_env=False)
-            usable = self._http.base_url.scheme in ("http", "https") and bool(self._http.base_url.host)
+            url = self._http.base_url
+            usable = url.scheme in ("http", "https") and bool(url.host) and (url.port or 0) <= _LAST_PORT
+            usable = usable and address.split() == [address]
         except httpx2.InvalidURL:
             usable = False
         if not usable:

@@ -104,6 +104,7 @@ class ListenAddress:
 
 
 _TOKEN_REMEDY = "Write the token into it, or name the file that holds it."
+_FIT_TOKEN = "A token is one line of letters, digits and signs of ASCII, such as `openssl rand -hex 32` prints."
 
 
 def read_token(path: Path | None) -> str | None:
@@ -112,20 +113,31 @@ def read_token(path: Path | None) -> str | None:
     None when none of them is set. Containers name the file: a secret in the environment shows in every listing of it.
 
     Raises:
-        SlipstreamError: SPEC_INVALID, the file is unreadable or empty.
+        SlipstreamError: SPEC_INVALID, the file is unreadable or empty, or what it holds no header can carry.
     """
     if path is None:
         if token := os.environ.get("SLIPSTREAM_TOKEN"):
-            return token
+            return _fit(token, "$SLIPSTREAM_TOKEN")
         if not (file := os.environ.get("SLIPSTREAM_TOKEN_FILE")):
             return None
         path = Path(file)
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        # A byte that is no text becomes a character that no token has.
+        token = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise SlipstreamError(
             f"cannot read the token file {path}: {error.strerror}", reason=Reason.SPEC_INVALID, remedy=_TOKEN_REMEDY
         ) from error
     if not token:
         raise SlipstreamError(f"the token file {path} is empty", reason=Reason.SPEC_INVALID, remedy=_TOKEN_REMEDY)
+    return _fit(token, f"the token file {path}")
+
+
+def _fit(token: str, where: str) -> str:
+    if not (token.isascii() and token.isprintable()):
+        raise SlipstreamError(
+            f"what {where} holds is no token: it has characters that no header can carry",
+            reason=Reason.SPEC_INVALID,
+            remedy=_FIT_TOKEN,
+        )
     return token

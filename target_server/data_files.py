@@ -25,6 +25,7 @@ HUB_PREFIX = "hf://datasets/"
 
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+))?")
 
+_DOWNLOAD = "Download it and name the file; a data set of a hub is hf://datasets/OWNER/NAME."
 _CORRECT_FILES = "Correct the path (in a recipe: data.files); it must be valid on the machine that reads it."
 
 _logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def _files_of(entry: str, data_roots: Sequence[Path] | None) -> list[SourceFile]
             files = _matching(*split_glob(path), entry)
         else:
             found = "is not a file" if path.exists() else "does not exist"
-            raise _invalid(f"The conversation file {path} {found}.")
+            raise _invalid(f"The conversation file {path} {found}.", _DOWNLOAD if _is_address(path) else _CORRECT_FILES)
     except OSError as error:  # a directory on the way that may not be searched, a name that is too long
         raise unreadable(path, str(error.strerror or error)) from error
     return [SourceFile(_allowed(str(file.path), data_roots, entry), file.name) for file in files]
@@ -194,8 +195,13 @@ def _from_hub(message: str, remedy: str) -> SlipstreamError:
     return SlipstreamError(message, reason=Reason.DATA_INVALID, remedy=remedy)
 
 
-def _invalid(message: str) -> SlipstreamError:
-    return SlipstreamError(message, reason=Reason.DATA_INVALID, remedy=_CORRECT_FILES)
+def _is_address(path: Path) -> bool:
+    """Of the web: as a path it has lost one of its slashes."""
+    return not {"http:", "https:"}.isdisjoint(path.parts)
+
+
+def _invalid(message: str, remedy: str = _CORRECT_FILES) -> SlipstreamError:
+    return SlipstreamError(message, reason=Reason.DATA_INVALID, remedy=remedy)
 
 
 def _outside(entry: str, data_roots: Sequence[Path]) -> SlipstreamError:

@@ -208,7 +208,9 @@ def test_logs_have_a_feed_of_their_own() -> None:
 # ---- addresses and names
 
 
-@pytest.mark.parametrize("address", ["", "http://", "ftp://h", "http://h:port", "http://[::1"])
+@pytest.mark.parametrize(
+    "address", ["", "http://", "ftp://h", "http://h:port", "http://[::1", "http://h:99999", "http://a b"]
+)
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(SlipstreamError) as refused:
         ControlClient(address)

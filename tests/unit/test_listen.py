@@ -114,6 +114,20 @@ def test_the_environment_may_name_a_file(tmp_path: Path, monkeypatch: pytest.Mon
         read_token(None)
 
 
+@pytest.mark.parametrize("token", ["\xe9", "a\nb", "a\x00b"])
+def test_what_no_header_can_carry_is_no_token(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    for content in (token.encode(), token.encode("latin-1") + b"\xff\xfe"):
+        file.write_bytes(content)
+        with pytest.raises(SlipstreamError, match=f"what the token file {file} holds is no token") as refused:
+            read_token(file)
+        assert refused.value.reason is Reason.SPEC_INVALID and token not in refused.value.message
+    if "\x00" not in token:  # which no environment can hold
+        monkeypatch.setenv("SLIPSTREAM_TOKEN", token)
+        with pytest.raises(SlipstreamError, match="what .SLIPSTREAM_TOKEN holds is no token"):
+            read_token(None)
+
+
 def test_unreadable_token_file(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=os.strerror(2)):
         read_token(tmp_path / "absent")

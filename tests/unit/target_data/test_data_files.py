@@ -131,3 +131,8 @@ def test_directories_that_a_server_may_read_for_a_recipe(tmp_path: Path) -> None
     entries = ("a/x.jsonl", "b/*/y*.jsonl", "saved", "hf://datasets/owner/name/data/*.parquet")
     found = directories_of([entry if entry.startswith("hf:") else str(tmp_path / entry) for entry in entries])
     assert found == [tmp_path / "a", tmp_path / "b", tmp_path / "saved"]
+
+
+def test_an_address_of_the_web_is_downloaded_first(tmp_path: Path) -> None:
+    found = refused(tmp_path / "https://hub/talks.jsonl")
+    assert "does not exist" in found.message and found.remedy.startswith("Download it and name the file; a data set")
