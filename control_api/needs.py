@@ -39,7 +39,7 @@ class Needs:
         self._known: dict[_Key, Need] = {}
 
     def find_out(self, runs: Iterable[Run]) -> None:
-        """Read files, so that `of` need not within a transaction; where a target's were missing, they may have come.
+        """Read the files of targets, so that `of` need not within a transaction; those that were missing may have come.
 
         Forgets all other runs.
         """
@@ -65,8 +65,8 @@ class Needs:
         except ValidationError as error:  # another version wrote it, or a package has gone that brought its drafter
             return Need(None, "; ".join(describe_problem(problem, {}) for problem in error.errors()), is_final=True)
         try:
-            sizes = run_sizes(spec, served_sizes(run.target), self._data_roots)
-        except SlipstreamError:  # its files have changed since it was created: its trainer refuses it, in words
+            sizes = run_sizes(spec, served_sizes(run.target), self._data_roots, with_answers=False)
+        except SlipstreamError:  # its target is another one than when it was created: its trainer refuses it, in words
             return Need(spec, is_final=True)
         return Need(spec, sizes=sizes, is_final=sizes is not None)
 

@@ -55,14 +55,13 @@ def served_sizes(target: Target | None) -> TargetSizes | None:
     return None if target is None or target.sizes is None else TargetSizes(**target.sizes)
 
 
-def run_sizes(spec: RunSpec, served: TargetSizes | None, data_roots: tuple[Path, ...]) -> RunSizes | None:
-    """The sizes of a run, by what its target says of its model, else by files of this machine; None: not known.
-
-    Raises:
-        SlipstreamError: as `known_sizes`.
-    """
-    is_known = served is not None or may_be_read(spec.target.model, data_roots)
-    return known_sizes(spec, served) if is_known else None
+def run_sizes(
+    spec: RunSpec, served: TargetSizes | None, data_roots: tuple[Path, ...], *, with_answers: bool
+) -> RunSizes | None:
+    """As `known_sizes`, without a look at models that lie outside of `data_roots`."""
+    if served is None and not may_be_read(spec.target.model, data_roots):
+        return None
+    return known_sizes(spec, served, with_answers=with_answers)
 
 
 def require_trainable(spec: RunSpec, sizes: RunSizes | None, present: Sequence[Trainer]) -> None:

@@ -39,7 +39,7 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
         present = services.reconciler.present(session, services.clock())
         spec, first = settle_first_drafter(spec, session, present)
         served = served_sizes(targets.meant(session, body.target))
-    sizes = run_sizes(spec, served, services.settings.data_roots)
+    sizes = run_sizes(spec, served, services.settings.data_roots, with_answers=True)
     require_trainable(spec, sizes, present)
 
     def create(session: Session) -> RunDetail:

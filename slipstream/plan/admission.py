@@ -17,12 +17,13 @@ Devices = Sequence[Mapping[str, Any]]
 """Of one trainer, as it has registered them."""
 
 
-def known_sizes(spec: RunSpec, served: TargetSizes | None = None) -> RunSizes | None:
+def known_sizes(spec: RunSpec, served: TargetSizes | None = None, *, with_answers: bool = True) -> RunSizes | None:
     """The sizes of the run; None where they are not to be known, or another package brings the drafter.
 
     Args:
         spec: of the run.
         served: what its target server says of its model; None: what this machine's files say, if it has them.
+        with_answers: read its held-out answers, too. They decide which other settings would fit, not what it needs.
 
     Raises:
         SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE, settings that the target cannot have; DATA_INVALID,
@@ -31,7 +32,9 @@ def known_sizes(spec: RunSpec, served: TargetSizes | None = None) -> RunSizes | 
     if spec.drafter.architecture != DFLASH:
         return None
     target = served or sizes_at_hand(spec.target)
-    return None if target is None else sizes_of_run(spec, target)[0]
+    if target is None:
+        return None
+    return sizes_of_run(spec, target)[0] if with_answers else RunSizes.of(spec, target)
 
 
 def places(train: TrainSpec, trainer: str, devices: Devices) -> list[Gpu | None]:
