@@ -18,7 +18,8 @@ _MOST_NAMED = 3
 def obstacle(run: Run, need: Need, trainer: Trainer) -> str | None:
     """Why the trainer cannot train the run, in a sentence; None when it can."""
     if not _shares_storage(run, trainer):
-        return f"{trainer.name} does not share the storage that holds the checkpoints of {run.name}."
+        whose = f"that {run.name} has, or begins with"
+        return f"{trainer.name} does not share the storage that holds the checkpoints {whose}."
     return _unfit(run, need, trainer)
 
 

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def check_same_run(state: CheckpointState, spec: RunSpec, *, where: str) -> None
     differences = [
         f"{key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE)
+        if _compared(key, old.get(key)) != _compared(key, new.get(key)) and not key.startswith(_MAY_CHANGE)
     ]
     if differences:
         raise SlipstreamError(
@@ -55,6 +56,11 @@ def check_same_run(state: CheckpointState, spec: RunSpec, *, where: str) -> None
             remedy="Restore these settings to go on (the learning rate's schedule depends on the length of the run, "
             "too), or start a new run: --set name=… or another --run-dir.",
         )
+
+
+def _compared(key: str, value: Any) -> Any:
+    """A first drafter by its last name: it may have been moved, and a path that is gone reads as the name of a run."""
+    return Path(value).name if key == "drafter.init_from" and isinstance(value, str) else value
 
 
 def check_same_length(state: CheckpointState, total_steps: int) -> None:

@@ -51,6 +51,9 @@ def test_only_a_trainer_that_shares_the_storage_takes_it(saved: Desk) -> None:
     saved.trainer("elsewhere", storage="disk-2")
     saved.reconcile()
     assert saved.state("next") == "PENDING"
+    (waits,) = [one for one in saved.get("runs/next")["conditions"] if one["type"] == "NO_TRAINER_FREE"]
+    why = "elsewhere does not share the storage that holds the checkpoints that next has, or begins with."
+    assert why in waits["message"]
     saved.trainer("beside")
     saved.reconcile()
     assert saved.get("runs/next")["trainers"] == ["beside"]

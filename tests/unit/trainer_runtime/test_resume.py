@@ -54,9 +54,16 @@ def test_what_is_not_learned_may_change(change: dict[str, Any]) -> None:
     check_same_run(state_of(spec()), spec(**change), where="checkpoint")
 
 
+@pytest.mark.parametrize("now", ["exported", "/elsewhere/exported", "a/exported"])
+def test_a_first_drafter_that_has_gone_or_moved_hinders_no_resume(now: str) -> None:
+    """What a recipe calls `exported` is a path only as long as that is there."""
+    check_same_run(state_of(spec(drafter={"init_from": "/a/exported"})), spec(drafter={"init_from": now}), where="here")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"drafter": {"init_from": "/a/drafter"}}, "drafter.init_from: None in the checkpoint, '/a/drafter' now"),
         ({"train": {"max_steps": 20}}, "train.max_steps: 10 in the checkpoint, 20 now"),
         ({"train": {"seed": 3}}, "train.seed: 0 in the checkpoint, 3 now"),
         ({"train": {"packs_per_step": 2}}, "train.packs_per_step: 1 in the checkpoint, 2 now"),
