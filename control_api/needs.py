@@ -1,6 +1,7 @@
 """What runs need of a trainer, found out once a run: its settings, and the sizes that decide its memory."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Needs:
         self._known: dict[_Key, Need] = {}
 
     def find_out(self, runs: Iterable[Run]) -> None:
-        """Read the files of targets, so that `of` need not within a transaction; those that were missing may have come.
+        """Read files, so that `of` need not within a transaction; where some were missing, they may have come.
 
         Forgets all other runs.
         """
@@ -64,11 +65,13 @@ class Needs:
             spec = RunSpec.model_validate(run.spec)
         except ValidationError as error:  # another version wrote it, or a package has gone that brought its drafter
             return Need(None, "; ".join(describe_problem(problem, {}) for problem in error.errors()), is_final=True)
-        try:
-            sizes = run_sizes(spec, served_sizes(run.target), self._data_roots, with_answers=False)
-        except SlipstreamError:  # its target is another one than when it was created: its trainer refuses it, in words
-            return Need(spec, is_final=True)
-        return Need(spec, sizes=sizes, is_final=sizes is not None)
+        # Held-out answers that are just being made anew are counted once they can be read.
+        for with_answers in (True, False):
+            with suppress(SlipstreamError):
+                sizes = run_sizes(spec, served_sizes(run.target), self._data_roots, with_answers=with_answers)
+                return Need(spec, sizes=sizes, is_final=with_answers and sizes is not None)
+        # Its target is another one than when it was created: its trainer refuses it, in words.
+        return Need(spec, is_final=True)
 
 
 def _key(run: Run) -> _Key:

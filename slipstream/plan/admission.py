@@ -23,7 +23,7 @@ def known_sizes(spec: RunSpec, served: TargetSizes | None = None, *, with_answer
     Args:
         spec: of the run.
         served: what its target server says of its model; None: what this machine's files say, if it has them.
-        with_answers: read its held-out answers, too. They decide which other settings would fit, not what it needs.
+        with_answers: count its held-out answers, where their file is on this machine.
 
     Raises:
         SlipstreamError: SPEC_INVALID, TARGET_INCOMPATIBLE, settings that the target cannot have; DATA_INVALID,

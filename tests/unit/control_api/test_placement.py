@@ -300,7 +300,9 @@ def test_what_the_target_says_of_its_model_counts_before_files(hall: Hall) -> No
     assert hall.who_has("three") == ["small"], "whatever the files say"
 
 
-def test_held_out_answers_do_not_decide_what_a_run_needs(hall: Hall, database: Database, tmp_path: Path) -> None:
+def test_held_out_answers_that_cannot_be_read_now_send_no_run_astray(
+    hall: Hall, database: Database, tmp_path: Path
+) -> None:
     answers = tmp_path / "answers.jsonl"
     row = {"source": "news", "target_fingerprint": "f", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
     answers.write_text(json.dumps(row))
