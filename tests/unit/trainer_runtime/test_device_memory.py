@@ -155,7 +155,7 @@ def test_a_cpu_run_that_cannot_fit_does_not_begin(
     with pytest.raises(SlipstreamError, match=r"The run needs .* a CPU with .* has 16\.0 GiB\.") as refused:
         MemoryReport(SPEC_ON_CPU, QWEN3_8B, CPU).require_room()
     assert refused.value.reason is Reason.OUT_OF_MEMORY and refused.value.exit_code == 6
-    settings = refused.value.remedy.partition("GiB: ")[2].partition(". ")[0].replace("--set ", "").split()
+    settings = refused.value.remedy.partition("GiB: ")[2].partition(". ")[0].rstrip(".").replace("--set ", "").split()
     changed = parse_spec(SPEC_ON_CPU.model_dump(mode="json"), settings)
     MemoryReport(changed, QWEN3_8B, CPU).require_room()
     assert not caplog.records
