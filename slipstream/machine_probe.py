@@ -166,11 +166,16 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that this program has had. Not ru_maxrss, if the kernel says another: what starts a process counts
-    there with all of its own memory, be it a notebook with a model in it."""
+    """Most memory that this program has had, without shared memory that it maps now: that is its owner's, as a target
+    server's packs are. Not ru_maxrss, if the kernel says another: what starts a process counts there with all of its
+    own memory, be it a notebook with a model in it."""
+    found = {}
     for line in _read(Path("/proc/self/status")).splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
+        key, _, rest = line.partition(":")
+        if key in ("VmHWM", "RssShmem"):
+            found[key] = int(rest.split()[0]) << 10
+    if "VmHWM" in found:
+        return found["VmHWM"] - found.get("RssShmem", 0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

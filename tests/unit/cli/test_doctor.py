@@ -258,3 +258,15 @@ def test_a_process_s_peak_is_its_own_not_that_of_who_started_it() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
     assert machine_probe.peak_resident_bytes() > len(large) > int(child.stdout) > 0
+
+
+def test_shared_memory_that_a_process_maps_is_not_its_own() -> None:
+    """A target server's packs are mapped by every trainer of the host, and exist once."""
+    ask = (
+        "import mmap; from slipstream.machine_probe import peak_resident_bytes; before = peak_resident_bytes(); "
+        "shared = mmap.mmap(-1, 256 << 20); shared[::4096] = bytes(len(shared) // 4096); "
+        "print(peak_resident_bytes() - before)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert int(child.stdout) < 64 << 20
