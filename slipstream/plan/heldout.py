@@ -37,6 +37,10 @@ class HeldoutAnswers:
         """Tokens of the longest row: no pack may be shorter."""
         return max(tokens for tokens, _ in self.rows)
 
+    def packs(self, pack_tokens: int) -> int:
+        """That hold them."""
+        return sum(1 for _ in _packed(self.rows, pack_tokens))
+
 
 @dataclass(frozen=True)
 class HeldoutCost:

@@ -8,14 +8,21 @@ outside the allocator and what it loses between its blocks.
 
 Activations: what a compiled layer keeps for its backward is what its products read or give, in the compute precision;
 norms, rotary embedding, activation and residual sums are computed again. A compiled backward gives them back layer by
-layer while gradients appear, so that it holds the larger of both.
+layer while gradients appear, so that it holds the larger of both. On a CPU nothing is compiled: `cpu_memory`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.plan.cost import checkpoint_bytes
-from slipstream.plan.loss_chunks import cpu_bytes_per_logit, default_rows, default_rows_on_cpu, fullest_length
+from slipstream.plan.cpu_memory import (
+    PROGRAM,
+    gaps_on_cpu,
+    held_on_cpu,
+    kept_by_forward,
+    measuring_on_cpu,
+    step_on_cpu,
+)
+from slipstream.plan.loss_chunks import default_rows, default_rows_on_cpu, fullest_length
 from slipstream.plan.sizes import MUON_NUMBERS_AT_ONCE, RunSizes
 
 MIB = 1 << 20
@@ -30,12 +37,6 @@ SLACK_SHARE = 0.2
 LARGEST_SLACK = 512 * MIB
 """Of the peak, and at most: rounding of blocks, and gaps between them. Measured on an H200: 8 to 25 % (160 to 780 MiB)
 of drafters for a 135M target, 1 % (310 MiB) of one for Qwen3-8B, whose blocks are large."""
-PROGRAM = 384 * MIB
-"""Of a trainer on a CPU: 320 for Python, torch and its libraries before anything is made, measured, and what the
-allocator loses: assumed."""
-EAGER_ACTIVATIONS = 1.3
-"""Of the activations, once more on a CPU, where layers are not compiled and keep more: from four sizes, measured."""
-
 MEASUREMENT = "measurement"
 """The phase between two steps in which held-out acceptance is measured."""
 _FLOAT = 4
@@ -76,15 +77,15 @@ class MemoryPlan:
 
 
 def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
-    """Predict a run on a GPU of so much memory, which decides the default chunk of the loss."""
+    """Predict a run on a GPU of so much memory, which decides the default chunk of the loss; or on a CPU, see
+    `cpu_memory`."""
+    if sizes.on_cpu:
+        return _plan_on_cpu(sizes)
     saved = saved_activations(sizes)
     kept = {
         "activations": sum(saved.values()),
         "hidden states": sizes.block_rows * sizes.hidden_size * sizes.compute_bytes,
     }
-    if sizes.on_cpu:
-        # As it is built, and as numbers that are added to the scores.
-        kept["attention mask"] = sizes.block_rows * (sizes.pack_tokens + sizes.block_rows) * (1 + sizes.compute_bytes)
     computed = sizes.parameters * sizes.compute_bytes
     phases = {
         "forward": kept | {"a layer's intermediates": layer_intermediates(sizes)},
@@ -107,9 +108,17 @@ def plan_memory(sizes: RunSizes, device_bytes: int) -> MemoryPlan:
     held = held_parts(sizes)
     worst = sum(held.values()) + max(sum(parts.values()) for parts in phases.values())
     outside = {"CUDA context": OUTSIDE_ALLOCATOR, "allocator slack": slack_bytes(worst)}
-    if sizes.on_cpu:
-        outside = {"Python and torch": PROGRAM, "layers, not compiled": round(EAGER_ACTIVATIONS * kept["activations"])}
     return MemoryPlan(held, phases, outside)
+
+
+def _plan_on_cpu(sizes: RunSizes) -> MemoryPlan:
+    rows = chunk_blocks(sizes, 0) * (sizes.block_size - 1)
+    phases = step_on_cpu(sizes, rows, update_bytes(sizes))
+    if sizes.measures:
+        phases[MEASUREMENT] = measuring_on_cpu(sizes, rows)
+    worst = max(sum(parts.values()) for parts in phases.values())
+    outside = {"Python and torch": PROGRAM, "allocator's gaps": gaps_on_cpu(sizes, worst)}
+    return MemoryPlan(held_on_cpu(sizes), phases, outside)
 
 
 def slack_bytes(allocated: int) -> int:
@@ -131,9 +140,9 @@ def held_parts(sizes: RunSizes) -> dict[str, int]:
         "optimizer": _FLOAT * (matrices * (1 if sizes.optimizer == "muon" else 2) + 2 * vectors),
         "moving average": parameters * _FLOAT if sizes.moving_average else 0,
         "packs": packs * sizes.pack_bytes + recorded_inputs(sizes),
-        # Written from a copy, which lies in the host's memory wherever the state is.
-        "checkpoint's copy": checkpoint_bytes(sizes) if sizes.on_cpu else 0,
-        "workspace": 0 if sizes.on_cpu else COMPILE_WORKSPACE,
+        # Page-locked, in the host's memory.
+        "checkpoint's copy": 0,
+        "workspace": COMPILE_WORKSPACE,
     }
 
 
@@ -152,6 +161,8 @@ def weight_bytes(sizes: RunSizes) -> int:
 
 def saved_activations(sizes: RunSizes) -> dict[str, int]:
     """Kept from the forward for the backward, by part; all layers together."""
+    if sizes.on_cpu:
+        return kept_by_forward(sizes)
     wide, rows, hidden = sizes.compute_bytes, sizes.block_rows, sizes.hidden_size
     context = {
         "context features": sizes.pack_tokens * sizes.num_features * hidden * wide,
@@ -212,8 +223,6 @@ def used_bytes_per_logit(sizes: RunSizes) -> int:
     """What a chunk keeps at once. Compiled, in the compute precision: logits, gradient, and where they are needed the
     target's logits; there a float32 copy was seen besides. From peaks of runs on an H200 (135M target): 3.8, and with
     the target 5.9 to 9.9 before the loss's last change; the larger one, rounded up."""
-    if sizes.on_cpu:
-        return cpu_bytes_per_logit(with_target=sizes.needs_target_distribution)
     return 10 if sizes.needs_target_distribution else 4
 
 

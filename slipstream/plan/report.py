@@ -96,7 +96,11 @@ def sizes_of_run(spec: RunSpec, target: TargetSizes) -> tuple[RunSizes, HeldoutA
     """
     sizes, answers = RunSizes.of(spec, target), read_answers(spec)
     if answers is not None:
-        sizes = replace(sizes, least_pack_tokens=max(sizes.least_pack_tokens, answers.longest))
+        sizes = replace(
+            sizes,
+            least_pack_tokens=max(sizes.least_pack_tokens, answers.longest),
+            heldout_tokens=answers.packs(sizes.pack_tokens) * sizes.pack_tokens,
+        )
     return sizes, answers
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.architectures import DFLASH
 from slipstream.run_spec.head_sizes import require_heads
+from slipstream.run_spec.objective import CROSS_ENTROPY, ObjectiveName
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import RunSpec
 from slipstream.run_spec.target_layers import target_layers
@@ -62,6 +63,7 @@ class RunSizes:
     optimizer: Literal["adamw", "muon"] = "adamw"
     moving_average: bool = False
     needs_target_distribution: bool = False
+    objectives: tuple[ObjectiveName, ...] = (CROSS_ENTROPY,)
     fp8: bool = False
     cuda_graphs: bool = False
     checkpointed_layers: int = 0
@@ -76,6 +78,8 @@ class RunSizes:
     """Nothing is compiled there, and memory is the host's."""
     measures: bool = False
     """Held-out acceptance is measured between steps."""
+    heldout_tokens: int = 0
+    """Of the packs of its answers, which stay in the host's memory; 0 where their file is not here."""
 
     @property
     def block_rows(self) -> int:
@@ -182,6 +186,7 @@ class RunSizes:
             optimizer=spec.optimizer.kind,
             moving_average=spec.optimizer.ema_decay is not None,
             needs_target_distribution=spec.loss.needs_target_distribution,
+            objectives=tuple(spec.loss.objective),
             fp8=train.fp8,
             checkpointed_layers=spec.recomputed_layers,
             chunk_rows=spec.loss.chunk_rows,
