@@ -23,6 +23,7 @@ from drafter_trainer.formats.published import FORMATS
 from drafter_trainer.formats.published_config import PublishedConfig
 from drafter_trainer.formats.run_metrics import seconds_of_steps
 from drafter_trainer.formats.self_test import SelfTest, TargetReader, run_self_test
+from drafter_trainer.formats.sglang import SglangFormat
 from drafter_trainer.formats.tensors import check_tensors
 from drafter_trainer.formats.vllm import VllmFormat
 from slipstream.disk import disk_errors_in_words, write_atomically
@@ -129,6 +130,18 @@ def _warn_of_the_verifier(model: str) -> None:
         log_event(_log, "warning", "verifier_is_a_path_of_this_machine", name_or_path=model, remedy=remedy)
 
 
+def _warn_of_the_last_layer(config: DFlashConfig) -> None:
+    """SGLang takes a layer's output where the next layer begins."""
+    if config.target_layer_ids[-1] == config.num_target_layers - 1:
+        log_event(
+            _log,
+            "warning",
+            "sglang_does_not_read_the_last_layer",
+            target_layer_ids=list(config.target_layer_ids),
+            remedy="serve it with vLLM, or train with earlier layers in drafter.target_layer_ids",
+        )
+
+
 def _whose_answers(plan: ExportPlan, state: CheckpointState) -> str | None:
     found = unproven_answers(plan.spec, state.target_fingerprint, plan.target)
     if found is None:
@@ -153,6 +166,8 @@ def _describe(
         log_event(_log, "info", "card_names_no_base_model", target=target.name, remedy="--target-name OWNER/NAME")
     if plan.format_name == VllmFormat.name and plan.served_as is None:
         _warn_of_the_verifier(plan.spec.target.model)
+    if plan.format_name == SglangFormat.name:
+        _warn_of_the_last_layer(config)
     facts = CardFacts(
         format_name=plan.format_name,
         dtype=plan.dtype,

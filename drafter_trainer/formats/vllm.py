@@ -1,8 +1,8 @@
 """vLLM: the format of `speculators`, draft layers as a nested table.
 
 Numbers of target layers are one higher here: they index transformers' `hidden_states`, whose first entry is what enters
-layer 0. vLLM takes one flag, `sliding_window_non_causal`, for the causality of all layers, so that a drafter with full
-(two-sided) and sliding (causal) layers cannot be written.
+layer 0. From one flag, `sliding_window_non_causal`, vLLM takes the causality of all layers, so that a drafter with full
+(two-sided) and sliding (causal) layers cannot be written. In flat files (sglang.py) it goes by `layer_types` instead.
 """
 
 from typing import Any
@@ -35,10 +35,11 @@ class VllmFormat(DrafterFormat):
         """The nested configuration."""
         if len(set(config.layer_types)) > 1:
             raise SlipstreamError(
-                f"vLLM cannot serve this drafter: its layers are {list(config.layer_types)}, but one flag "
+                f"this layout cannot hold the drafter: its layers are {list(config.layer_types)}, but one flag "
                 "(sliding_window_non_causal) makes all of them causal or none; expected layers of one type",
                 reason=Reason.ENVIRONMENT_UNSUPPORTED,
-                remedy="Export it for sglang, or train a drafter whose layers are all of one type.",
+                remedy="Export it for sglang, whose files vLLM on a GPU is made to read too, or train a drafter whose "
+                "layers are all of one type.",
             )
         layers = qwen3_fields(config)
         del layers["rope_theta"]  # nested files name it in rope_parameters alone

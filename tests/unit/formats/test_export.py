@@ -29,7 +29,7 @@ from slipstream.run_spec.spec import TargetSpec
 from slipstream.target_loading import load_causal_lm
 from tests.fakes.exports import drawn_weights, exportable_config, write_checkpoint
 from tests.fakes.hub_cache import COMMIT, put_into_cache
-from tests.fakes.tiny_run import write_target
+from tests.fakes.tiny_run import write_target, write_tiny_run
 from tests.unit.formats.conftest import Source, make_plan
 
 NAMES = list(FORMATS)
@@ -193,6 +193,18 @@ def test_import_of_a_drafter_of_a_hub_names_its_commit(
     shutil.copytree(exports["sglang"], snapshot, dirs_exist_ok=True)
     assert main(["import", "some/drafter", "--target-model", str(source.target)]) == 0
     assert f'init_from = "some/drafter@{COMMIT}"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("form", "last", "warned"), [("sglang", 3, True), ("sglang", 2, False), ("vllm", 3, False)])
+def test_sglang_does_not_read_the_last_layer(
+    form: str, last: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = exportable_config(target_layer_ids=(1, last))
+    checkpoint = write_checkpoint(write_tiny_run(tmp_path / "run"), tmp_path / "of", config, drawn_weights(config))
+    source = Source(tmp_path / "of", checkpoint, tmp_path / "run" / "target", config, {})
+    with caplog.at_level(logging.WARNING):
+        export(make_plan(source, tmp_path / "out", form, target=None))
+    assert ("sglang_does_not_read_the_last_layer" in [one.getMessage() for one in caplog.records]) == warned
 
 
 # ---- what is refused
