@@ -92,7 +92,9 @@ def step_on_cpu(sizes: RunSizes, logit_rows: int, update: int) -> dict[str, Mapp
     """
     wide, stream = sizes.compute_bytes, sizes.block_rows * sizes.hidden_size * sizes.compute_bytes
     again = min(sizes.checkpointed_layers, sizes.num_layers)
-    kept = {"activations": sum(kept_by_forward(sizes).values()), "attention mask": mask_bytes(sizes)}
+    noisy = sizes.num_features * sizes.pack_tokens * sizes.hidden_size * sizes.wire_bytes if sizes.feature_noise else 0
+    step = {"attention mask": mask_bytes(sizes), "features with noise": noisy}
+    kept = {"activations": sum(kept_by_forward(sizes).values())} | step
     forward = {
         "mask as it is built": _pairs(sizes) * _BOOL,
         "context keys and values": (sizes.num_layers - again) * _context_keys(sizes),
@@ -107,7 +109,7 @@ def step_on_cpu(sizes: RunSizes, logit_rows: int, update: int) -> dict[str, Mapp
             "hidden states": stream,
             "target's hidden states": target,
         },
-        "backward": _worst_of_backward(sizes, kept["attention mask"]),
+        "backward": _worst_of_backward(sizes, step),
         # Gradients are summed and gone when the update begins.
         "optimizer": {"gradients as computed": max(0, sizes.parameters * wide - update), "update": update},
     }
@@ -150,11 +152,13 @@ def layer_forward(sizes: RunSizes) -> int:
     return max(sizes.block_rows * mlp, sizes.block_rows * attention + keys)
 
 
-def _worst_of_backward(sizes: RunSizes, mask: int) -> dict[str, int]:
-    """At the worst of its moments: in the MLP of one of the layers, or behind the first of them, at the context."""
-    moments = [_in_layer(sizes, layer) for layer in range(sizes.num_layers)]
-    moments = [parts | {"attention mask": mask} for parts in moments] + [_behind_layers(sizes)]
-    return max(moments, key=lambda parts: sum(parts.values()))
+def _worst_of_backward(sizes: RunSizes, step: Mapping[str, int]) -> dict[str, int]:
+    """At the worst of its moments: in the MLP of one of the layers, or behind the first of them, at the context.
+
+    `step`: what is there until the layers are done.
+    """
+    moments = [_in_layer(sizes, layer) | step for layer in range(sizes.num_layers)]
+    return max(*moments, _behind_layers(sizes), key=lambda parts: sum(parts.values()))
 
 
 def _in_layer(sizes: RunSizes, layer: int) -> dict[str, int]:
@@ -225,5 +229,5 @@ def _keys(sizes: RunSizes) -> int:
 
 
 def _pairs(sizes: RunSizes) -> int:
-    """Of a query and a key, of the block rows with everything."""
-    return sizes.block_rows * _keys(sizes)
+    """Of a query and a key, of the block rows with everything, in every mask."""
+    return sizes.attention_masks * sizes.block_rows * _keys(sizes)

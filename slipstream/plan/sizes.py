@@ -78,6 +78,10 @@ class RunSizes:
     """Nothing is compiled there, and memory is the host's."""
     measures: bool = False
     """Held-out acceptance is measured between steps."""
+    attention_masks: int = 1
+    """Kinds of layers, full and sliding: on a CPU each has a mask."""
+    feature_noise: bool = False
+    """A step has a copy of its pack's features, with noise."""
     heldout_tokens: int = 0
     """Of the packs of its answers, which stay in the host's memory; 0 where their file is not here."""
 
@@ -194,6 +198,8 @@ class RunSizes:
             layers_are_named=drafter.layer_types is not None,
             on_cpu=train.attention == "sdpa",
             measures=spec.eval.heldout is not None,
+            attention_masks=len(set(drafter.layer_types or ("full_attention",))),
+            feature_noise=train.feature_noise > 0.0,
         )
         return replace(sizes, cuda_graphs=_records(spec, sizes.parameters))
 
