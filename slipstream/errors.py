@@ -46,6 +46,9 @@ _EXIT_CODES = {
 }
 
 
+_SENTENCE_ENDS = (".", "!", "?", ":", ",")
+
+
 class SlipstreamError(Exception):
     """An error that names what was found, what was expected, and how to mend it.
 
@@ -76,7 +79,10 @@ class SlipstreamError(Exception):
         return _EXIT_CODES.get(self.reason, 1)
 
     def __str__(self) -> str:
-        return f"{self.message} {self.remedy}".strip()
+        if not self.remedy:
+            return self.message
+        # In one line, as REST, gRPC and logs have it: two sentences.
+        return f"{self.message}{'' if self.message.endswith(_SENTENCE_ENDS) else '.'} {self.remedy}"
 
 
 def _restore(message: str, reason: Reason, remedy: str) -> SlipstreamError:

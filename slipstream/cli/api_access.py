@@ -125,10 +125,15 @@ def _at_a_command_line(
 def _nearest_of(kind: str, name: str, client: "ControlClient") -> str:
     from slipstream.run_spec.suggestions import nearest
 
-    close = None
+    hint = ""
     with suppress(SlipstreamError):
         close = nearest(name, [one["name"] for one in client.listing(f"/v1/{kind}s")])
-    return (f"Did you mean {close}? " if close else "") + f"`slipstream {kind} ls` lists the {kind}s."
+        others = [] if close else [one for one in _KINDS.values() if one != kind]
+        mistaken = next(
+            (one for one in others if any(name == it["name"] for it in client.listing(f"/v1/{one}s"))), None
+        )
+        hint = f"Did you mean {close}? " if close else f"{name} is a {mistaken}. " if mistaken else ""
+    return f"{hint}`slipstream {kind} ls` lists the {kind}s."
 
 
 def say_next(args: argparse.Namespace, *commands: str) -> None:

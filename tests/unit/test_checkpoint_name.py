@@ -74,5 +74,5 @@ def test_what_was_looked_for_is_named(text: str, here: Path) -> None:
     places = f"nobody, runs/nobody, {here.parent / 'home' / 'runs' / 'nobody'}"
     assert caught.value.message == f"there is no checkpoint or run 'nobody'; looked for {places}"
     assert caught.value.reason is Reason.CHECKPOINT_INVALID and caught.value.remedy
-    with pytest.raises(SlipstreamError, match="looked for no/where Name"):
+    with pytest.raises(SlipstreamError, match="looked for no/where. Name"):
         find_checkpoint("no/where")

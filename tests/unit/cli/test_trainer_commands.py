@@ -67,6 +67,7 @@ def test_attach_refusals(desk: Desk, slipstream: Command) -> None:
         (["attach", "t2", "demo"], 14, "Run 'demo' has a trainer: t1."),
         (["attach", "t2", "dmo"], 13, "Did you mean demo? `slipstream run ls` lists the runs."),
         (["attach", "t3", "demo"], 13, "There is no trainer 't3'."),
+        (["attach", "demo", "t2"], 13, "demo is a run. `slipstream trainer ls` lists the trainers."),
         (["attach", "t2", "a/b"], 2, "body.run"),
         (["attach", "t2"], 2, ""),
         (["detach", "t2"], 14, "Trainer 't2' works on nothing."),

@@ -146,7 +146,15 @@ def test_no_target_is_registered(desk: Desk, slipstream: Command) -> None:
 
 
 def test_a_model_is_a_path_that_is_there_or_the_name_of_a_hub(tmp_path: Path) -> None:
-    assert given_model("owner/name") == "owner/name" and given_model(str(tmp_path)) == str(tmp_path)
+    assert given_model("owner/name") == "owner/name"
+    with pytest.raises(SlipstreamError, match="has no config.json"):
+        given_model(str(tmp_path))
+    (tmp_path / "talks.jsonl").touch()
+    with pytest.raises(SlipstreamError, match="is a file, but not a .gguf file"):
+        given_model(str(tmp_path / "talks.jsonl"))
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / file).touch()
+    assert given_model(str(tmp_path)) == str(tmp_path)
     with pytest.raises(SlipstreamError) as refused:
         given_model(str(tmp_path / "none"))
     assert refused.value.reason is Reason.MODEL_INVALID and refused.value.exit_code == 3
