@@ -21,7 +21,9 @@ PROGRAM = 330 * MIB
 16 for a block of a checkpoint being written; and what gRPC and threads take, from runs of the demo."""
 _GAPS = 0.35
 """Of a step's own memory, once more: blocks that are free and not given back, as blocks of other sizes are asked for.
-Fitted to a dozen shapes (benchmarks/memory_on_cpu.py); from process to process the same run differs by 5 %."""
+Fitted to fifteen shapes (benchmarks/memory_on_cpu.py); from process to process the same run differs by 5 %."""
+_GIVEN_BACK = 32 * MIB
+"""A block that is larger goes back to the system at once: the most that glibc's threshold grows to."""
 _GAPS_AGAIN = 0.6
 """The same, added where layers are computed again: blocks of a forward between those of a backward."""
 _GAPS_OF_START = 0.4
@@ -133,7 +135,24 @@ def measuring_on_cpu(sizes: RunSizes, logit_rows: int) -> dict[str, int]:
 def gaps_on_cpu(sizes: RunSizes, worst_phase: int) -> int:
     """What the C library's allocator holds beyond what is used, at a phase of so many bytes."""
     share = _GAPS + (_GAPS_AGAIN if sizes.checkpointed_layers else 0.0)
-    return round(share * worst_phase + _GAPS_OF_START * _FLOAT * sizes.parameters)
+    small = max(0, worst_phase - _in_large_blocks(sizes))
+    return round(share * small + _GAPS_OF_START * _FLOAT * sizes.parameters)
+
+
+def _in_large_blocks(sizes: RunSizes) -> int:
+    """Of a step's memory, what lies in blocks that leave no gap."""
+    wide, row = sizes.compute_bytes, sizes.block_rows * sizes.compute_bytes
+    layers = max(1, sizes.num_layers - sizes.checkpointed_layers)
+    parts = {part: layers * size for part, size in _layer_kept(sizes).items()}
+    features = sizes.pack_tokens * sizes.num_features * sizes.hidden_size * wide
+    blocks = (
+        (mask_bytes(sizes) // sizes.attention_masks, mask_bytes(sizes)),
+        (features, features),
+        (row * sizes.hidden_size, parts["residual stream"]),
+        (row * sizes.query_width, parts["attention"]),
+        (row * sizes.intermediate_size, parts["MLP"]),
+    )
+    return sum(together for block, together in blocks if block > _GIVEN_BACK)
 
 
 def bytes_per_logit(sizes: RunSizes) -> int:
