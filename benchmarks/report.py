@@ -42,6 +42,10 @@ KNOWN = (
     Known("Transports and round trips", "transport"),
     Known("Decoding with a drafter", "decode_speed"),
     Known("Held-out estimate against decoding", "heldout_estimate"),
+    Known(
+        *("Memory of a training process on a CPU", "memory_on_cpu"),
+        "Measured is the kernel's high-water mark; the baseline is what `slipstream plan` predicts.",
+    ),
     Known("What each ingredient is worth", "ablations"),
 )
 

@@ -43,7 +43,7 @@ def test_page_begins_with_what_is_below_and_names_what_is_missing() -> None:
     assert text.index("| a \\| b: x ÷ y | 0.50 | 1 |") < text.index("## Training step")
     assert "| 12,346 ms | 3 ms (y) | 1.50 [1.25, 1.75] | 1 | 2 | met |" in text
     assert "2 x a GPU, 4 cores; torch 2.0; commit 0123456789ab, 2026-01-02." in text
-    assert text.count("Not measured yet.") == 8
+    assert text.count("Not measured yet.") == 9
     assert "\n## new\n" in text
     assert screen(results).endswith("0 goal met, 1 met, 1 below floor\n")
 
