@@ -148,7 +148,9 @@ def test_trainers_come_and_go_and_ctrl_c_stops_all_in_order(stack: LocalStack) -
 def test_a_target_that_cannot_load_is_given_up_and_the_rest_runs(stack: LocalStack, tmp_path: Path) -> None:
     model = tmp_path / "broken"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    # All files are there, or it would be refused before anything starts.
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / name).write_text("{}")
     up = stack.up("--detach", "--model", model, *ON_CPU, *FREE_PORTS)
     # It is started five times again, and imports torch each time.
     assert up.wait_exit(timeout=180) == 19, up.output + stack.logs()
