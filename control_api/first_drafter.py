@@ -5,6 +5,7 @@ RUN[@STEP] becomes the path of a checkpoint that a trainer has reported, OWNER/N
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,13 +96,17 @@ def _checkpoint(session: Session, named: str, meant: RunName) -> Checkpoint:
 def _saved_steps(session: Session, run: Run) -> SavedSteps:
     found = checkpoints.every(session, run.id)
     newest = max(found, key=lambda one: one.step, default=None)
+    steps = {one.step for one in found}
     best = checkpoints.best(session, run.id)
     best_step = None if best is None else best.step
     if best_step is None and newest is not None:
         # Of a run that had ended before the API knew of best ones, a link may say it.
-        best_step = linked_step(Path(newest.path).parent, "best")
+        with suppress(OSError):  # a directory of the trainer's user
+            linked = linked_step(Path(newest.path).parent, "best")
+            # One that was saved a moment ago is not reported yet.
+            best_step = linked if linked in steps else None
     newest_step = None if newest is None else newest.step
-    return SavedSteps(f"run {run.name}", {one.step for one in found}, newest_step, best_step)
+    return SavedSteps(f"run {run.name}", steps, newest_step, best_step)
 
 
 def _no_run(session: Session, named: str, run: str) -> SlipstreamError:

@@ -90,6 +90,15 @@ def test_the_best_one_of_a_run_that_ended_before_it_was_reported(desk: Desk, tmp
     assert create(desk, "demo@best").json()["spec"]["drafter"]["init_from"] == str(tmp_path / "step-00000020")
 
 
+def test_a_best_one_that_is_not_reported_yet(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "step-00000060").mkdir()
+    (tmp_path / "best").symlink_to("step-00000060")
+    listed = [checkpoint(40) | {"path": str(tmp_path / "step-00000040")}]
+    desk.beat(report=report(desk.running(), "RUNNING", checkpoints=listed))
+    detail = assert_problem(create(desk, "demo@best"), 409, "CHECKPOINT_INVALID")["detail"]
+    assert "run demo has no best checkpoint" in detail
+
+
 def test_a_drafter_of_a_hub_is_kept_as_its_commit(desk: Desk, cache: Path) -> None:
     desk.target()
     put_drafter_into_cache(cache, "some/drafter", branch="v1")
