@@ -5,7 +5,6 @@ RUN[@STEP] becomes the path of a checkpoint that a trainer has reported, OWNER/N
 
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from control_api.store import checkpoints, events, runs
 from control_api.store.tables import Checkpoint, Run, Trainer
-from slipstream.checkpoint_name import SavedSteps, linked_step
+from slipstream.checkpoint_name import reported_steps
 from slipstream.drafter_name import RunName, also_no_path, drafter_name
 from slipstream.errors import SlipstreamError
 from slipstream.hub_drafter import HubDrafter, pinned
@@ -83,30 +82,15 @@ def _checkpoint(session: Session, named: str, meant: RunName) -> Checkpoint:
     run = runs.find(session, meant.run)
     if run is None:
         raise _no_run(session, named, meant.run)
+    found = {one.step: one for one in checkpoints.every(session, run.id)}
+    best = checkpoints.best(session, run.id)
+    paths = {step: one.path for step, one in found.items()}
     try:
-        step = _saved_steps(session, run).choose(meant.choice)
+        step = reported_steps(f"run {run.name}", paths, None if best is None else best.step).choose(meant.choice)
     except SlipstreamError as error:
         message = f"drafter.init_from is {named!r}, and {error.message}"
         raise SlipstreamError(message, reason=error.reason, remedy=error.remedy) from error
-    found = checkpoints.of_step(session, run.id, step)
-    assert found is not None, "one of those that are there was chosen"
-    return found
-
-
-def _saved_steps(session: Session, run: Run) -> SavedSteps:
-    found = checkpoints.every(session, run.id)
-    newest = max(found, key=lambda one: one.step, default=None)
-    steps = {one.step for one in found}
-    best = checkpoints.best(session, run.id)
-    best_step = None if best is None else best.step
-    if best_step is None and newest is not None:
-        # Of a run that had ended before the API knew of best ones, a link may say it.
-        with suppress(OSError):  # a directory of the trainer's user
-            linked = linked_step(Path(newest.path).parent, "best")
-            # One that was saved a moment ago is not reported yet.
-            best_step = linked if linked in steps else None
-    newest_step = None if newest is None else newest.step
-    return SavedSteps(f"run {run.name}", steps, newest_step, best_step)
+    return found[step]
 
 
 def _no_run(session: Session, named: str, run: str) -> SlipstreamError:

@@ -5,7 +5,8 @@ wrong name is refused before torch is imported.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,24 @@ def saved_steps(run: str, checkpoints: Path) -> SavedSteps:
     """Of the run whose checkpoints lie in this directory."""
     steps = {int(one.name.removeprefix("step-")) for one in checkpoints.glob("step-" + "[0-9]" * 8)}
     return SavedSteps(run, steps, max(steps, default=None), linked_step(checkpoints, "best"))
+
+
+def reported_steps(run: str, paths: Mapping[int, str], best: int | None) -> SavedSteps:
+    """Of a run that the control API knows.
+
+    Args:
+        run: as messages call it.
+        paths: of its checkpoints, by step, as trainers have reported them.
+        best: the step of the one that was reported as the best.
+    """
+    newest = max(paths, default=None)
+    if best is None and newest is not None:
+        # Of a run that had ended before the API knew of best ones, a link may say it, where this user may look there.
+        with suppress(OSError):
+            linked = linked_step(Path(paths[newest]).parent, "best")
+            # One that was saved a moment ago is not reported yet.
+            best = linked if linked in paths else None
+    return SavedSteps(run, paths.keys(), newest, best)
 
 
 def linked_step(checkpoints: Path, link: str) -> int | None:

@@ -51,8 +51,8 @@ def page(session: Session, run_id: int, *, after: int, size: int) -> Sequence[Ch
 
 
 def every(session: Session, run_id: int) -> Sequence[Checkpoint]:
-    """Of all storages."""
-    return session.scalars(select(Checkpoint).where(Checkpoint.run_id == run_id)).all()
+    """Of all storages, the one that was saved last comes last."""
+    return session.scalars(select(Checkpoint).where(Checkpoint.run_id == run_id).order_by(Checkpoint.saved_at)).all()
 
 
 def of_step(session: Session, run_id: int, step: int) -> Checkpoint | None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint_name import SavedSteps, find_checkpoint, linked_step, places_of, split_name
+from slipstream.checkpoint_name import find_checkpoint, places_of, reported_steps, split_name
 from slipstream.cli.api_access import control_api
 from slipstream.errors import SlipstreamError
 from slipstream.run_spec.reasons import Reason
@@ -47,12 +47,9 @@ def _ask(args: argparse.Namespace, choice: str) -> dict[str, Any]:
 
     with control_api(args) as client:
         found = {int(one["step"]): one for one in client.listing(f"/v1/runs/{segment(args.run)}/checkpoints")}
-    newest = max(found, default=None)
     best = next((step for step, one in found.items() if one.get("is_best")), None)
-    if best is None and newest is not None:
-        # Of a run that had ended before the API knew of best ones, a link here still says it.
-        best = linked_step(Path(found[newest]["path"]).parent, "best")
-    return found[SavedSteps(f"run {args.run}", found, newest, best).choose(choice)]
+    paths = {step: str(one["path"]) for step, one in found.items()}
+    return found[reported_steps(f"run {args.run}", paths, best).choose(choice)]
 
 
 def _found_here(args: argparse.Namespace, text: str, refusal: SlipstreamError) -> str:

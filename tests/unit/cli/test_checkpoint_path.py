@@ -78,6 +78,13 @@ def test_refusals(slipstream: Command, saved: list[Path]) -> None:
     assert answer.status == 11 and f"Do it there: slipstream eval {saved[1]}" in answer.err
 
 
+def test_a_best_one_that_is_not_reported_yet(slipstream: Command, saved: list[Path]) -> None:
+    (saved[0].parent / "step-00000060").mkdir()
+    (saved[0].parent / "best").symlink_to("step-00000060")
+    answer = slipstream("eval", "demo@best")
+    assert (answer.status, "run demo has no best checkpoint" in answer.err) == (11, True)
+
+
 def test_what_lies_here_is_taken_where_no_api_knows_the_run(
     desk: Desk, slipstream: Command, started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
