@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from control_api.store import checkpoints, events, runs
+from control_api.store.database import Database
 from control_api.store.tables import Checkpoint, Run, Trainer
 from slipstream.checkpoint_name import reported_steps
 from slipstream.drafter_name import RunName, also_no_path, drafter_name
@@ -42,13 +43,13 @@ class SettledDrafter:
 
 
 def settle_first_drafter(
-    spec: RunSpec, session: Session, present: Sequence[Trainer]
+    spec: RunSpec, database: Database, present: Sequence[Trainer]
 ) -> tuple[RunSpec, SettledDrafter | None]:
     """The definition with what its `drafter.init_from` means, and that; None where it names none, or a path.
 
     Args:
         spec: of a run that is to be created.
-        session: to find a run in.
+        database: to find a run in; not held open while a hub is asked, which may take seconds.
         present: the trainers that are heard of. Where one is on another machine, the hub may give it what it does not
             give this one.
 
@@ -60,7 +61,8 @@ def settle_first_drafter(
     if named is None or meant is None or isinstance(meant, Path):
         return spec, None
     if isinstance(meant, RunName):
-        checkpoint = _checkpoint(session, named, meant)
+        with database.read() as session:
+            checkpoint = _checkpoint(session, named, meant)
         found = SettledDrafter(named, checkpoint.path, checkpoint.storage)
     else:
         elsewhere = any(one.host != socket.gethostname() for one in present)

@@ -37,8 +37,8 @@ def create_run(body: RunCreate, services: ServicesDep, once: OnceDep) -> Respons
     spec = define_run(body, services.settings.data_roots)
     with services.database.read() as session:
         present = services.reconciler.present(session, services.clock())
-        spec, first = settle_first_drafter(spec, session, present)
         served = served_sizes(targets.meant(session, body.target))
+    spec, first = settle_first_drafter(spec, services.database, present)
     sizes = run_sizes(spec, served, services.settings.data_roots, with_answers=True)
     require_trainable(spec, sizes, present)
 
