@@ -27,6 +27,7 @@ from slipstream.launcher.supervisor import Supervisor
 from slipstream.listen import ListenAddress, read_token
 from slipstream.packaged_model import packaged_path
 from slipstream.run_spec.reasons import Reason
+from slipstream.target_files import is_path, locate_target
 
 
 def bring_up(args: argparse.Namespace) -> int:
@@ -41,6 +42,9 @@ def bring_up(args: argparse.Namespace) -> int:
     if is_up(home):
         return _already_up(args, home, wanted)
     stack = plan_stack(wanted, read_stack(home), working_directory=Path.cwd())
+    if stack.target is not None and wanted.names_a_target and is_path(stack.target.model.model):
+        # Before anything starts: a stack would load torch to find out.
+        locate_target(stack.target.model)
     if stack.target is not None and wanted.recipe is not None and stack.target.model.model == packaged_path():
         _say(f"the target is the copy of its model that comes as a package, in four bits: {packaged_path()}")
     _require_token(stack, token)
@@ -155,8 +159,11 @@ def _already_up(args: argparse.Namespace, home: Path, wanted: Wanted) -> int:
         )
     if state.state == "DEGRADED":
         write_stack(home, stack)  # a change, if only of the time: the supervisor tries again
-        _say("what had been given up is tried again")
-    _say("already up")
+        lost = ", ".join(process.name for process in state.processes if process.state == "GAVE_UP")
+        _say(f"up but for what had been given up and is tried again now: {lost}; its log says how that goes")
+    else:
+        late = ", ".join(process.name for process in state.processes if process.state == "STARTING")
+        _say(f"already up, still starting: {late}" if late else "already up")
     if wanted.recipe is not None and stack.target is not None:
         stack = stack.model_copy(update={"example": example_run(wanted, stack.target.model, stack.trainers)})
     _announce(args, stack, state, f"`slipstream down{_flags(args)}` stops it in order, trainers save first")

@@ -158,3 +158,17 @@ def test_a_model_is_a_path_that_is_there_or_the_name_of_a_hub(tmp_path: Path) ->
     with pytest.raises(SlipstreamError) as refused:
         given_model(str(tmp_path / "none"))
     assert refused.value.reason is Reason.MODEL_INVALID and refused.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("./models/mine", "does not exist."), ("./empty", "has no config.json."), ("none.gguf", "exist.")],
+)
+def test_a_recipe_without_its_model_starts_no_stack(model: str, says: str, tmp_path: Path, slipstream: Command) -> None:
+    (tmp_path / "empty").mkdir()
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'name = "mine"\ntarget.model = "{model}"\ndata.files = ["a.jsonl"]\ntrain.epochs = 1\n')
+    home = tmp_path / "home"
+    answer = slipstream("up", str(recipe), "--home", str(home), "--trainer-devices", "cpu", "--devices", "cpu")
+    assert (answer.status, says in answer.err) == (3, True), answer.err
+    assert not home.exists()
