@@ -1,6 +1,7 @@
 """Why a run does not fit on a device, or cannot run there: in the same words for who plans it and who creates it."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from slipstream.errors import SlipstreamError
 from slipstream.plan.gpus import Gpu, why_not_there
@@ -35,6 +36,7 @@ def refusal(sizes: RunSizes, device: Gpu) -> SlipstreamError | None:
     return SlipstreamError(needs, reason=Reason.OUT_OF_MEMORY, remedy=f"{remedy}.")
 
 
+@lru_cache(maxsize=4096)  # a control plane asks this of every run that waits and every trainer, each second
 def why_unfit(sizes: RunSizes, device: Gpu) -> str | None:
     """The first sentence of `refusal`, without a search for what would fit."""
     if (why := why_not_there(sizes, device)) is not None:
