@@ -126,10 +126,12 @@ class Reconciler(BackgroundThread):
                 why = f"{trainer.name} was detached from {run.name}; attach it, or start another trainer."
             if why is not None:
                 unfit.append(why)
-            elif not is_free:
-                able[trainer.name] = at_work[trainer.id]
-            elif not trainer.leaving:
+            elif trainer.leaving:
+                continue  # it takes no other run
+            elif is_free:
                 fit.append(trainer)
+            else:
+                able[trainer.name] = at_work[trainer.id]
         best = min(fit, key=lambda one: (*rank(need, one), one.id), default=None)
         return best, "" if best is not None else why_waiting(able, unfit)
 

@@ -139,6 +139,19 @@ def test_a_run_waits_for_the_busy_one_that_holds_it_and_says_so(hall: Hall) -> N
     assert hall.who_has("late") == ["small"]
 
 
+def test_nobody_waits_for_a_busy_one_that_is_leaving(hall: Hall) -> None:
+    hall.cpu("big")
+    hall.run_of("big", "first")
+    assert hall.who_has("first") == ["big"]
+    hall.cpu("small")
+    hall.run_of("big", "greedy")
+    assert hall.why_waits("greedy")["NO_TRAINER_FREE"].startswith("Waits for big (has run first). ")
+    work = hall.beat("big")["assignment"]["id"]
+    hall.beat("big", report(work, "RUNNING"), leaving=True)
+    assert hall.who_has("first") == ["big"], "it has not saved yet"
+    assert hall.why_waits("greedy")["NO_TRAINER_FREE"].startswith("The run needs ")
+
+
 def test_that_the_one_that_held_it_has_left_is_said_until_it_is_back(hall: Hall) -> None:
     hall.cpu("big")
     hall.cpu("small")
