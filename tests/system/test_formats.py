@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "formats"
 
 @pytest.fixture(scope="module")
 def trained(tiny_recipe: Path, target_address: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of three steps."""
+    """The run directory of three steps, with checkpoints of the second and the third."""
     started = Processes()
-    run = Trainer(started, tiny_recipe, tmp_path_factory.mktemp("run") / "run", "name=origin", "train.max_steps=3")
+    settings = ("name=origin", "train.max_steps=3", "checkpoint.every_steps=2")
+    run = Trainer(started, tiny_recipe, tmp_path_factory.mktemp("run") / "run", *settings)
     run.finish(target_address)
     started.close()
     return run.directory
@@ -79,6 +81,28 @@ def test_export_measure_and_train_on(
     assert Path(checkpoint["directory"]) == trained / "checkpoints" / "step-00000003"
     same = ("run", "step", "target_fingerprint")
     assert [exported_from[key] for key in same] == [checkpoint[key] for key in same] and checkpoint["run"] == "origin"
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_begins_with_the_same_drafter_again(
+    processes: Processes, trained: Path, tiny_recipe: Path, target_address: str, tmp_path: Path
+) -> None:
+    """Although its name means a newer one meanwhile."""
+    shutil.copytree(trained, tmp_path / "origin", symlinks=True)
+    latest = tmp_path / "origin" / "checkpoints" / "latest"
+    latest.unlink()
+    latest.symlink_to("step-00000002")
+    long = ("train.max_steps=1000000", "checkpoint.every_steps=1000000")
+    run = Trainer(processes, tiny_recipe, tmp_path / "killed", "name=killed", "drafter.init_from=origin", *long)
+    for _ in range(2):
+        process = run.start(target_address)
+        process.wait_for_line(r"^step 3/")
+        process.kill()
+        assert not list((run.directory / "checkpoints").glob("step-*"))
+        latest.unlink()
+        latest.symlink_to("step-00000003")
+    assert Path(json.loads((run.directory / "first_drafter.json").read_text())["directory"]).name == "step-00000002"
+    expected = first_loss(processes, tiny_recipe, target_address, tmp_path / "named", "drafter.init_from=origin@2")
+    assert run.losses()[0] == expected
 
 
 @pytest.mark.parametrize("name", ["speculators", "specforge"])
