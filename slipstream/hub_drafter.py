@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.errors import SlipstreamError
-from slipstream.hub_reach import why_unreachable
+from slipstream.hub_reach import connection_failures, why_unreachable
 from slipstream.run_spec.reasons import Reason
 
 # Configuration, tensors, and what `slipstream.json` has checksums of; the code is never run, and nothing pickled read.
@@ -108,8 +108,8 @@ def _asked(drafter: HubDrafter, question: Callable[[], Answer]) -> Answer:
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise _invalid(f"the hub's {drafter} holds no drafter: it has no {_CONFIG}", "Check the spelling.") from error
-    except OSError as error:
-        # Also what the client makes of a connection that breaks, and of HTTP errors.
+    except connection_failures() as error:
+        # Covers HTTP errors, too, and a cache that cannot be written.
         raise _invalid(
             f"the hub's {drafter} could not be asked for ({type(error).__name__})",
             f"Try again, or fetch it elsewhere: `{_download(drafter)}`, then name DIR.",

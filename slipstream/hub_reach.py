@@ -1,4 +1,5 @@
-"""Whether the hub can be reached at all: its client tries for half a minute before it says so."""
+"""Whether the hub can be reached at all, for its client tries for half a minute before it says so; and what it raises
+where a connection fails."""
 
 import socket
 import threading
@@ -35,3 +36,13 @@ def why_unreachable(endpoint: str, seconds: float = _SECONDS) -> str | None:
     thread.start()
     thread.join(seconds)
     return (found[0] or None) if found else f"no answer within {seconds:g} s"
+
+
+def connection_failures() -> tuple[type[Exception], type[Exception]]:
+    """What the hub's client raises where it had no answer, or none of use: for `except`.
+
+    It lets pass what its HTTP library raises of a connection that breaks within a file.
+    """
+    import httpx2
+
+    return OSError, httpx2.HTTPError

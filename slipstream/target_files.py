@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError
+from slipstream.hub_reach import connection_failures
 from slipstream.run_spec.reasons import Reason
 from slipstream.run_spec.spec import TargetSpec
 
@@ -208,7 +209,7 @@ def _hub_snapshot(spec: TargetSpec, *, weights: bool = True) -> Path:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise model_error(f"The hub has no {named}.", "Check target.revision.") from error
-    except OSError as error:
+    except connection_failures() as error:
         # Covers an unreachable hub, offline mode without a cached copy, and HTTP errors.
         raise model_error(
             f"target.model {named} is no path on this disk, not complete in the hub cache, "

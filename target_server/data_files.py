@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from slipstream.data_directory import DATA_SUFFIXES, data_files, training_files
 from slipstream.errors import SlipstreamError
+from slipstream.hub_reach import connection_failures
 from slipstream.run_spec.data_entries import GLOB, is_hub_name, split_glob
 from slipstream.run_spec.reasons import Reason
 from slipstream.telemetry.logs import log_event
@@ -182,7 +183,7 @@ def _download(name: str, revision: str | None, pattern: str | None) -> Path:
             f"The hub has no data set {name!r}, or it is private.",
             "Check the spelling; for a private one set HF_TOKEN where the target server runs.",
         ) from error
-    except OSError as error:
+    except connection_failures() as error:
         # Covers an unreachable hub, offline mode without a cached copy, and HTTP errors.
         raise _from_hub(
             f"The data set {name!r}{at} is not complete in the hub cache and could not be downloaded "

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.gguf_header import ArrayLength, read_gguf_header
-from slipstream.hub_reach import why_unreachable
+from slipstream.hub_reach import connection_failures, why_unreachable
 from slipstream.packaged_model import packaged_copy
 from slipstream.plan.sizes import TargetSizes
 from slipstream.run_spec.reasons import Reason
@@ -210,7 +210,7 @@ def _config_of_hub(spec: TargetSpec) -> Path:
         if why is not None:
             raise _not_to_be_had(spec, f"{constants.ENDPOINT} cannot be reached: {why}")
         return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
-    except (OSError, errors.HFValidationError, errors.HfHubHTTPError) as error:
+    except (*connection_failures(), errors.HFValidationError) as error:
         raise _not_to_be_had(spec, type(error).__name__) from error
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx2
 import pytest
 from huggingface_hub import constants, errors
 
@@ -178,6 +179,7 @@ def test_what_the_hub_says_is_kept_as_the_commit(hub: None, cache: Path, monkeyp
         (errors.RepositoryNotFoundError, "the hub has no 'some/drafter', or it is private"),
         (errors.RemoteEntryNotFoundError, "holds no drafter: it has no config.json"),
         (errors.LocalEntryNotFoundError, "could not be asked for .LocalEntryNotFoundError."),
+        (httpx2.ReadError, "could not be asked for .ReadError."),  # a connection that breaks within a file
     ],
 )
 def test_every_answer_of_the_hub_has_its_words(
