@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import recipes
@@ -21,6 +22,7 @@ from slipstream.run_spec.spec import RunSpec
 from slipstream.target_files import is_path
 
 _MOST_RECIPE_LINES = 2000
+_SIZES = {one.name for one in fields(TargetSizes)}
 
 
 def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
@@ -34,7 +36,7 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
         spec = _parse(body)
     except RecursionError:
         raise _no_run("The definition is nested too deeply.") from None
-    if may_be_read(spec.target.model, data_roots):
+    if _model_may_be_read(spec.target.model, data_roots):
         require_mask(spec)
     # What a hub holds is no file of this machine; the target server asks for it.
     files = tuple(file if is_hub_name(file) else _allowed(file, data_roots) for file in spec.data.files)
@@ -51,15 +53,17 @@ def define_run(body: RunCreate, data_roots: tuple[Path, ...]) -> RunSpec:
 
 
 def served_sizes(target: Target | None) -> TargetSizes | None:
-    """What the target said of its model; None where it was not reached yet."""
-    return None if target is None or target.sizes is None else TargetSizes(**target.sizes)
+    """What the target said of its model; None where it was not reached yet, or not by a version that asks for all of
+    these."""
+    said = None if target is None else target.sizes
+    return None if said is None or said.keys() != _SIZES else TargetSizes(**said)
 
 
 def run_sizes(
     spec: RunSpec, served: TargetSizes | None, data_roots: tuple[Path, ...], *, with_answers: bool
 ) -> RunSizes | None:
     """As `known_sizes`, without a look at models that lie outside of `data_roots`."""
-    if served is None and not may_be_read(spec.target.model, data_roots):
+    if served is None and not _model_may_be_read(spec.target.model, data_roots):
         return None
     return known_sizes(spec, served, with_answers=with_answers)
 
@@ -91,7 +95,7 @@ def _parse(body: RunCreate) -> RunSpec:
     return parse_recipe(body.recipe, body.overrides)
 
 
-def may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
+def _model_may_be_read(model: str, roots: tuple[Path, ...]) -> bool:
     """Nobody shall find out through a server with data roots what lies elsewhere; the hub's cache has models alone."""
     if not roots or not is_path(model):
         return True

@@ -110,6 +110,10 @@ def test_the_sizes_of_its_model_are_kept(database: Database, service: Service, a
         service.refusal = refusal
         prober.probe("local", address)
         assert known_of(database) == (status, sizes_of_served(CONFIG)), "one that loads is still that model"
+    with database.write() as session:
+        [row] = targets.every(session)
+        row.sizes = {"hidden_size": 8}
+    assert known_of(database) == ("LOADING", None), "a version that knew fewer has asked"
     service.refusal, service.config = None, '{"model_type": "of another version"}'
     prober.probe("local", address)
     assert known_of(database) == ("REACHABLE", None)
