@@ -31,7 +31,8 @@ MAX_LOG_LINE = 2000
 MAX_CHECKPOINTS = 1000
 
 
-Capability = Annotated[int, Field(strict=True, ge=0, le=1000)]
+CapabilityNumber = Annotated[int, Field(strict=True, ge=0, le=1000)]
+"""Major or minor."""
 
 
 class Device(Body):
@@ -42,7 +43,7 @@ class Device(Body):
     name: Annotated[str, Field(max_length=255)] = ""
     memory_bytes: Count | None = None
     """Null, as below: not known, and nothing is refused or withheld for it."""
-    compute_capability: Annotated[list[Capability], Field(min_length=2, max_length=2)] | None = None
+    compute_capability: Annotated[list[CapabilityNumber], Field(min_length=2, max_length=2)] | None = None
     """Of a GPU, major and minor: what it can compute."""
     host_memory_bytes: Count | None = None
     """Of the machine that a GPU is in: a run that asks for the CPU trains there."""
