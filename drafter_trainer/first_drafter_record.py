@@ -39,9 +39,13 @@ class FirstDrafter:
             SlipstreamError: CHECKPOINT_INVALID, there is none.
         """
         if self._found is None or not self._found.is_dir():
-            found = self._recorded() or self._newest()
+            earlier = self._recorded()
+            found = self._newest() if earlier is None else Path(earlier["directory"])
             # Now: a run prunes its checkpoints.
-            self._record = {"named": self._named, "directory": str(found), **_origin(found), "crc32c": _weights(found)}
+            weights = _weights(found)
+            if earlier is not None and earlier.get("crc32c") != weights:
+                log_event(_log, "warning", "first_drafter_has_changed", named=self._named, directory=str(found))
+            self._record = {"named": self._named, "directory": str(found), **_origin(found), "crc32c": weights}
             self._found = found
             log_event(_log, "info", "first_drafter", named=self._named, directory=str(found))
         return self._found
@@ -55,10 +59,10 @@ class FirstDrafter:
         checkpoints = found / "checkpoints"
         return (newest_checkpoint(checkpoints) or found) if checkpoints.is_dir() else found
 
-    def _recorded(self) -> Path | None:
-        """What an earlier start of the run has begun with, if that is still there."""
+    def _recorded(self) -> dict[str, Any] | None:
+        """The record of an earlier start of the run, if what that has begun with is still there."""
         try:
-            record = json.loads((self._run.root / RECORD).read_bytes())
+            record: dict[str, Any] = json.loads((self._run.root / RECORD).read_bytes())
             named, directory = record["named"], Path(record["directory"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -67,7 +71,7 @@ class FirstDrafter:
         if not directory.is_dir():
             log_event(_log, "warning", "first_drafter_is_gone", named=named, directory=str(directory))
             return None
-        return directory
+        return record
 
 
 def _weights(directory: Path) -> dict[str, int]:

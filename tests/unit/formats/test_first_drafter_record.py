@@ -59,6 +59,14 @@ def test_the_newest_checkpoint_of_the_first_start_stays(
     assert "first_drafter_is_gone" in caplog.text
 
 
+def test_one_that_was_replaced_in_its_place_is_said(run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    found = begin(run, "earlier")
+    assert begin(run, "earlier") == found and "first_drafter_has_changed" not in caplog.text
+    weights = next(found.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert begin(run, "earlier") == found and "first_drafter_has_changed" in caplog.text
+
+
 def test_what_is_pruned_while_a_trainer_compiles_is_looked_for_again(run: RunDirectory) -> None:
     first = FirstDrafter(run, "earlier")
     found = first.find()
