@@ -44,16 +44,21 @@ class SavedSteps:
         Raises:
             SlipstreamError: CHECKPOINT_INVALID, naming the steps that are there.
         """
-        if choice == "best" and self.steps:
+        if not self.steps:
+            raise SlipstreamError(
+                f"{self.run} has no checkpoint yet",
+                reason=Reason.CHECKPOINT_INVALID,
+                remedy="One is written every checkpoint.every_steps, at the end, and when the run is paused.",
+            )
+        if choice == "best":
             return self._best()
-        by_default = choice in (*NEWEST, "best")
         number = _NUMBER.fullmatch(choice)
-        step = self.newest if by_default else int(number.group(1)) if number else None
+        step = self.newest if choice in NEWEST else int(number.group(1)) if number else None
         if step is not None and step in self.steps:
             return step
         raise SlipstreamError(
-            f"{self.run} has no checkpoint {'yet' if by_default else f'of step {choice}'}, "
-            f"expected one of: {', '.join(map(str, sorted(self.steps))) or 'none is there'}",
+            f"{self.run} has no checkpoint of step {choice}, "
+            f"expected one of: {', '.join(map(str, sorted(self.steps)))}",
             reason=Reason.CHECKPOINT_INVALID,
             remedy="Name one of these, or leave @STEP out for the newest; `slipstream checkpoint ls RUN` lists them.",
         )

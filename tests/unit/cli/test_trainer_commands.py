@@ -273,7 +273,7 @@ def test_export_of_a_checkpoint_that_is_not_here(desk: Desk, slipstream: Command
     assignment = desk.running()
     flags = ("--to", "vllm", "--output", "out")
     answer = slipstream("checkpoint", "export", "demo", *flags)
-    assert (answer.status, "no checkpoint yet, expected one of: none" in answer.err) == (11, True)
+    assert (answer.status, "has no checkpoint yet\n  remedy: One is written every " in answer.err) == (11, True)
     desk.beat(report=report(assignment, "RUNNING", checkpoints=[checkpoint(20), checkpoint(40)]))
     answer = slipstream("checkpoint", "export", "demo@30", *flags)
     assert (answer.status, "no checkpoint of step 30, expected one of: 20, 40" in answer.err) == (11, True)
