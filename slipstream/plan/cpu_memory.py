@@ -5,6 +5,9 @@ the CPU's flash kernel, which never writes scores; its mask, one number for ever
 gives the layers back from the last to the first, while the gradients of the weights and of every layer's context keys
 and values pile up, so that the worst moment is at one of its ends.
 
+The operations are those of drafter_trainer/drafter.py, block_mask.py and loss.py; what a forward keeps is compared with
+autograd's own count, and peaks with those of processes, in tests/unit/plan/test_cpu_memory.py.
+
 Shapes: T context tokens, R = A·B block rows, K = T + R keys, D hidden size, n features, H heads.
 """
 
@@ -14,15 +17,15 @@ from slipstream.plan.cost import checkpoint_bytes
 from slipstream.plan.sizes import RunSizes
 from slipstream.run_spec.objective import ObjectiveName
 
-MIB = 1 << 20
+_MIB = 1 << 20
 
-PROGRAM = 330 * MIB
+PROGRAM = 330 * _MIB
 """Python, torch, its libraries and the trainer's: 246 once they are loaded, 275 when a step has called them, measured;
 16 for a block of a checkpoint being written; and what gRPC and threads take, from runs of the demo."""
 _GAPS = 0.35
 """Of a step's own memory, once more: blocks that are free and not given back, as blocks of other sizes are asked for.
 Fitted to fifteen shapes (benchmarks/memory_on_cpu.py); from process to process the same run differs by 5 %."""
-_GIVEN_BACK = 32 * MIB
+_GIVEN_BACK = 32 * _MIB
 """A block that is larger goes back to the system at once: the most that glibc's threshold grows to."""
 _GAPS_AGAIN = 0.6
 """The same, added where layers are computed again: blocks of a forward between those of a backward."""

@@ -14,17 +14,15 @@ _BYTES_PER_LOGIT_WITH_TARGET = 24
 never written: assumed, and careful."""
 
 _CPU_LOGITS = 64 << 20
-
-
-def cpu_bytes_per_logit(*, with_target: bool) -> int:
-    """Float32, not compiled: a logit and its gradient; with the target's distribution 24 for kl to 45 for all
-    objectives at once, measured."""
-    return 48 if with_target else 8
+_CPU_BYTES_PER_LOGIT = 8
+"""Float32, not compiled: a logit and its gradient. What is there by objective is `cpu_memory`'s to count; these two
+decide the order in which a run sums, and stay."""
+_CPU_BYTES_PER_LOGIT_WITH_TARGET = 48
 
 
 def default_rows_on_cpu(vocab_size: int, *, with_target: bool) -> int:
     """Rows of logits that may exist at once where the recipe does not say: 64 MiB of them."""
-    return _CPU_LOGITS // (cpu_bytes_per_logit(with_target=with_target) * vocab_size)
+    return _CPU_LOGITS // ((_CPU_BYTES_PER_LOGIT_WITH_TARGET if with_target else _CPU_BYTES_PER_LOGIT) * vocab_size)
 
 
 def default_rows(device_bytes: int, vocab_size: int, *, with_target: bool) -> int:

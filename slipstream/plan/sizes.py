@@ -135,7 +135,7 @@ class RunSizes:
     @property
     def sums_gradients(self) -> bool:
         """Whether a step has a float32 buffer for gradients; else the optimizer reads them as they were computed."""
-        return self.optimizer != "adamw" or self.packs_per_step > 1 or self.cuda_graphs
+        return self.on_cpu or self.optimizer != "adamw" or self.packs_per_step > 1 or self.cuda_graphs
 
     @property
     def pack_bytes(self) -> int:
