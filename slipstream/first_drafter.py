@@ -6,7 +6,7 @@ Who creates a run asks early, perhaps as another user than the trainer's, and re
 import os
 from pathlib import Path
 
-from slipstream.checkpoint_name import MANIFEST, chosen_checkpoint, first_of, split_name
+from slipstream.checkpoint_name import MANIFEST, chosen_checkpoint, first_of, saved_steps, split_name
 from slipstream.drafter_name import RunName, also_no_path, drafter_name
 from slipstream.errors import SlipstreamError
 from slipstream.hub_drafter import HubDrafter, fetch_drafter, pinned
@@ -105,7 +105,7 @@ def _what_is_wrong(directory: Path) -> tuple[str, str] | None:
     """What there is in place of a drafter, and the remedy; None where there may be one."""
     try:
         if not directory.is_dir():
-            return _MISSING
+            return _what_its_run_has(directory.parent) or _MISSING
         if (directory / "checkpoints").is_dir() or any((directory / name).exists() for name in _DRAFTERS):
             return None
         return f"a directory without a drafter: neither {MANIFEST} nor config.json is in it", _REMEDY
@@ -113,6 +113,17 @@ def _what_is_wrong(directory: Path) -> tuple[str, str] | None:
         return None
     except OSError as error:
         return f"a directory that cannot be read ({error.strerror})", _REMEDY
+
+
+def _what_its_run_has(checkpoints: Path) -> tuple[str, str] | None:
+    """In place of a checkpoint that is gone, where its run is there; None where it is not."""
+    if checkpoints.name != "checkpoints" or not checkpoints.is_dir():
+        return None
+    there = ", ".join(map(str, sorted(saved_steps("", checkpoints).steps))) or "none"
+    return (
+        f"a checkpoint that its run does not keep any more (there: {there})",
+        "Begin with one of these. A run keeps its newest, as many as its checkpoint.keep says, and the best.",
+    )
 
 
 def _what_is_not_ready(directory: Path) -> tuple[str, str] | None:

@@ -162,6 +162,14 @@ def test_a_misspelt_path_is_no_name_of_a_hub(here: Path) -> None:
         find_drafter("runs/misspelt")
 
 
+def test_a_checkpoint_that_its_run_has_replaced_is_called_that(tmp_path: Path) -> None:
+    checkpoints = make_run(tmp_path / "demo") / "checkpoints"
+    gone = checkpoints / "step-00000003"
+    for find in (lambda: find_first_drafter(str(gone), tmp_path), lambda: require_possible_first_drafter(str(gone))):
+        with pytest.raises(SlipstreamError, match=r"does not keep any more \(there: 5, 10\)\. Begin with one of these"):
+            find()
+
+
 def test_what_the_hub_says_is_kept_as_the_commit(hub: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = put_drafter_into_cache(cache, "some/drafter")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(snapshot / "config.json"))

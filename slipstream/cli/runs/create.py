@@ -14,11 +14,13 @@ from slipstream.cli.runs.local_files import require_local_files
 from slipstream.cli.runs.next_steps import say_next_steps
 from slipstream.cli.runs.served_model import served_model
 from slipstream.cli.runs.watch import watch_run
-from slipstream.control_client import ControlClient
+from slipstream.control_client import ControlClient, segment
+from slipstream.drafter_name import RunName, drafter_name
 from slipstream.mask_token import require_mask
 from slipstream.plan.admission import known_sizes, require_fit
 from slipstream.run_spec.load import load_recipe
 from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.states import ACTIVE
 
 
 def create(args: argparse.Namespace) -> int:
@@ -56,9 +58,23 @@ def create(args: argparse.Namespace) -> int:
         # It may have been given to one in this moment.
         elif not any(one["status"] == "FREE" or one["run"] == run["name"] for one in client.listing("/v1/trainers")):
             print("no trainer is free: the run waits for one", file=sys.stderr)
+            _say_what_may_go(spec, client)
             say_next(args, "trainer start")
     say_next_steps(args, run)
     return 0
+
+
+def _say_what_may_go(spec: RunSpec, client: ControlClient) -> None:
+    """A run that waits for a trainer may begin after its first drafter was replaced by newer checkpoints."""
+    named = spec.drafter.init_from
+    meant = None if named is None else drafter_name(named, None)
+    if not isinstance(meant, RunName) or meant.choice == "best":
+        return
+    source = client.get(f"/v1/runs/{segment(meant.run)}")
+    if source["state"] in ACTIVE:
+        keep = source["spec"]["checkpoint"]["keep"]
+        fate = f"keeps its newest {keep}: once that drafter is none of them this run cannot begin"
+        print(f"{meant.run} still trains and {fate}", file=sys.stderr)
 
 
 def _require_fit(spec: RunSpec, client: ControlClient) -> None:

@@ -29,6 +29,8 @@ class _Change:
     """The setting that is proposed, as section and key."""
     is_defined: bool = False
     """The definition says it, which a run keeps: only a new run can have another one."""
+    setting: str = "KEY=VALUE"
+    """What the new run is given, where nothing better is known."""
 
 
 _CHANGE_FIRST = {
@@ -55,6 +57,9 @@ _CHANGE_FIRST = {
     Reason.DISK_FULL: _Change("the room on the disk that the message names"),
 }
 """By reasons with which the next try would end as this one did."""
+_FIRST_DRAFTER = "drafter.init_from"
+_OTHER_DRAFTER = _Change(f"{_FIRST_DRAFTER}, in a new run", is_defined=True, setting=f"{_FIRST_DRAFTER}=RUN")
+"""Where the checkpoint is not the run's own, but the one that it should begin with."""
 
 
 def say_next_steps(args: argparse.Namespace, run: figures.Json) -> None:
@@ -97,13 +102,17 @@ def _after_failure(run: figures.Json, name: str) -> list[str]:
     other = shlex.quote(f"{run['name'][:_MOST_OF_A_NAME]}-2")
     value = _defined(run, change.lower)
     lower = None if value is None else _half(value)
-    setting = "KEY=VALUE" if lower is None else f"{'.'.join(change.lower)}={_written(lower)}"
+    setting = change.setting if lower is None else f"{'.'.join(change.lower)}={_written(lower)}"
     settings = _proposed(run) or f"--set {setting}"
     return [f"run get {name} --spec > {other}.toml", f"run create {other}.toml --name {other} {settings}"]
 
 
 def _change(run: figures.Json) -> _Change | None:
-    return _CHANGE_FIRST.get(run["reason"]) if run["state"] == "FAILED" else None
+    if run["state"] != "FAILED":
+        return None
+    if run["reason"] == Reason.CHECKPOINT_INVALID and (run["message"] or "").startswith(_FIRST_DRAFTER):
+        return _OTHER_DRAFTER
+    return _CHANGE_FIRST.get(run["reason"])
 
 
 def _proposed(run: figures.Json) -> str | None:

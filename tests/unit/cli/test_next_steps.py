@@ -18,6 +18,16 @@ def test_get_says_why_a_run_failed(desk: Desk, slipstream: Command) -> None:
     assert answer.err == "next: slipstream run logs demo --tail 50\nnext: slipstream run resume demo\n"
 
 
+def test_a_first_drafter_that_is_gone_is_another_one_in_a_new_run(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    message = "drafter.init_from is /runs/a/checkpoints/step-00000020, which is a checkpoint that its run does not keep"
+    ended = {"child": 1, "reason": "CHECKPOINT_INVALID", "message": message, "remedy": "", "will_restart": False}
+    desk.beat(report=report(assignment, "FAILED", exit=ended))
+    said = slipstream("run", "get", "demo").err
+    assert said.startswith("change first: drafter.init_from, in a new run\n")
+    assert said.endswith(IN_A_NEW_RUN + "--set drafter.init_from=RUN\n")
+
+
 IN_A_NEW_RUN = (
     "next: slipstream run get demo --spec > demo-2.toml\nnext: slipstream run create demo-2.toml --name demo-2 "
 )

@@ -98,6 +98,9 @@ def test_create_says_which_drafter_a_name_means(desk: Desk, slipstream: Command,
     desk.beat(report=report(desk.running(), "RUNNING", checkpoints=[checkpoint(20) | {"path": str(path)}]))
     answer = slipstream("run", "create", recipe, "--set", "drafter.init_from=demo@20")
     assert (answer.status, f"it begins with the drafter {path}\n" in answer.err) == (0, True), answer.err
+    # Its only trainer has the other run, which may have replaced that checkpoint by then.
+    keeps = "demo still trains and keeps its newest 3: once that drafter is none of them this run cannot begin\n"
+    assert keeps in answer.err
 
 
 def test_create_from_a_shipped_recipe_names_its_data_as_every_installation_does(
