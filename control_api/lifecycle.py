@@ -144,7 +144,7 @@ def conditions(
     if state is RunState.PENDING and misfit is not None:
         found[Condition.NO_TRAINER_FITS] = misfit
     elif state is RunState.PENDING and target is None:
-        found[Condition.NO_TRAINER_FREE] = waits_for or "No trainer is registered and free."
+        found[Condition.NO_TRAINER_FREE] = waits_for or "No trainer is free."
     waiting = [one.trainer for one in holders if one.target_unreachable]
     if (state in ACTIVE or state is RunState.PENDING) and (target is not None or waiting):
         found[Condition.TARGET_UNREACHABLE] = target or f"{', '.join(waiting)} waits for the target."

@@ -120,7 +120,7 @@ def test_two_runs_two_trainers(
         stack.faults.hold(7)
         stack.create("first", "train.max_steps=20", "checkpoint.every_steps=10")
         first = watch(stack, "first")
-        assert first.condition("NO_TRAINER_FREE", holds=True) == "No trainer is registered and free."
+        assert first.condition("NO_TRAINER_FREE", holds=True) == "No trainer is free."
         stack.start_agent("one")
         first.state("STARTING")
         stack.faults.wait_until_held(10)

@@ -134,7 +134,7 @@ def test_a_run_waits_for_the_busy_one_that_holds_it_and_says_so(hall: Hall) -> N
     hall.ends("big")
     assert hall.who_has("greedy") == ["big"], "who waits longest for the large one has it"
     assert hall.who_has("late") == []
-    assert hall.why_waits("late") == {"NO_TRAINER_FREE": "No trainer is registered and free."}
+    assert hall.why_waits("late") == {"NO_TRAINER_FREE": "No trainer is free."}
     hall.ends("small")
     assert hall.who_has("late") == ["small"]
 
