@@ -168,22 +168,23 @@ def _register(session: Session, body: TrainerRegister, services: Services) -> Tr
         raise _name_taken(row)
     if row is None:
         row = trainers.find_or_new(session, body.name, now=now)
-    before = row.storage, _sizes(row.devices)
+    storage, room = row.storage, _room(row.devices)
     row.instance_id, row.protocol_version = body.instance_id, body.protocol_version
     row.host, row.storage = body.host, body.storage
     row.devices, row.versions = [one.model_dump() for one in body.devices], dict(body.versions)
     row.leaving, row.last_seen_at = False, now
     session.flush()
     if (held := trainers.open_assignment(session, row)) is not None:
-        unfit = before[1] != _sizes(row.devices) and obstacle(held.run, services.reconciler.needs.of(held.run), row)
+        unfit = room != _room(row.devices) and obstacle(held.run, services.reconciler.needs.of(held.run), row)
         # What it worked on lies on another storage, or it is another machine that cannot hold it.
-        if before[0] != row.storage or unfit:
+        if storage != row.storage or unfit:
             trainers.end_assignment(session, held, reason="REPLACED", now=now)
     session.expire(row, ["assignments"])
     return _view(row, services)
 
 
-def _sizes(devices: Sequence[Mapping[str, Any]] | None) -> list[tuple[Any, ...]]:
+def _room(devices: Sequence[Mapping[str, Any]] | None) -> list[tuple[Any, ...]]:
+    """What tells another machine by; not what only newer agents say, whose runs train already."""
     return [(one["kind"], one.get("name"), one.get("memory_bytes")) for one in devices or ()]
 
 
