@@ -45,14 +45,14 @@ def create(args: argparse.Namespace) -> int:
         require_local_files(spec, client, args.target)
         _require_fit(spec, client)
         run = client.post("/v1/runs", body)
+        if args.output != "json" and (first := run["spec"]["drafter"]["init_from"]) is not None:
+            print(f"the run begins with the drafter {first}", file=sys.stderr)
         if args.watch:
             return watch_run(client, args, run["name"], first=run)
         if args.output == "json":
             print_json(run)
             return 0
         print_line(f"{run['name']} {run['state']} on target {run['target']}")
-        if (first := run["spec"]["drafter"]["init_from"]) is not None:
-            print(f"it begins with the drafter {first}", file=sys.stderr)
         if (why := figures.unfit(run)) is not None:
             print(why, file=sys.stderr)
         # It may have been given to one in this moment.

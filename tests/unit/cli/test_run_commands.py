@@ -97,7 +97,7 @@ def test_create_says_which_drafter_a_name_means(desk: Desk, slipstream: Command,
     (path / "manifest.json").touch()
     desk.beat(report=report(desk.running(), "RUNNING", checkpoints=[checkpoint(20) | {"path": str(path)}]))
     answer = slipstream("run", "create", recipe, "--set", "drafter.init_from=demo@20")
-    assert (answer.status, f"it begins with the drafter {path}\n" in answer.err) == (0, True), answer.err
+    assert (answer.status, f"the run begins with the drafter {path}\n" in answer.err) == (0, True), answer.err
     # Its only trainer has the other run, which may have replaced that checkpoint by then.
     keeps = "demo still trains and keeps its newest 3: once that drafter is none of them this run cannot begin\n"
     assert keeps in answer.err
