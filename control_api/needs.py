@@ -33,7 +33,7 @@ _Key = tuple[str | int, TargetSizes | None]
 
 class Needs:
     """Of all runs. A definition never changes, so that files are read once a run, and once more where its target says
-    other sizes of its model. Threads may share it."""
+    other sizes of its model. Threads may share it: what one forgets under another is read again."""
 
     def __init__(self, data_roots: tuple[Path, ...]) -> None:
         self._data_roots = data_roots
