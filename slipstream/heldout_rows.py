@@ -77,7 +77,8 @@ def load_rows(path: Path, *, target_fingerprint: str, pack_tokens: int) -> Heldo
             f"eval.heldout: the answers in {path} are of the target with fingerprint {others[0]}, the run's target has "
             f"{target_fingerprint}.",
             reason=Reason.TARGET_FINGERPRINT_MISMATCH,
-            remedy=f"A drafter is measured on its own target's greedy text. {_MAKE_ANEW}",
+            remedy=f"A drafter is measured on its own target's greedy text. {_MAKE_ANEW} The recipe has to name the "
+            "target.model and the target.dtype that the target server was started with: a fingerprint is of both.",
         )
     return found
 

@@ -35,9 +35,13 @@ def create(args: argparse.Namespace) -> int:
     name = [f"name={json.dumps(args.name)}"] if args.name is not None else []
     path = recipes.find_recipe(args.recipe)
     spec = load_recipe(path, [*args.set, *name]).spec
-    if (model := served_model(args, spec)) is not None:
-        print(f"the run's target.model is what this stack serves: {model}", file=sys.stderr)
-        overrides = [f"target.model={json.dumps(model)}", "target.revision="]
+    if (served := served_model(args, spec)) is not None:
+        # The dtype is the server's whatever a run says; held-out answers of another one are refused.
+        dtype = (
+            "" if served.dtype == spec.target.dtype else f", its target.dtype {served.dtype} (not {spec.target.dtype})"
+        )
+        print(f"the run's target.model is what this stack serves: {served.model}{dtype}", file=sys.stderr)
+        overrides = [f"target.model={json.dumps(served.model)}", "target.revision=", f"target.dtype={served.dtype}"]
         spec = load_recipe(path, [*args.set, *name, *overrides]).spec
     require_mask(spec)
     body = {"spec": _as_sent(spec), "note": args.note} | ({"target": args.target} if args.target else {})

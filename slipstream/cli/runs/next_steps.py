@@ -60,6 +60,8 @@ _CHANGE_FIRST = {
 _FIRST_DRAFTER = "drafter.init_from"
 _OTHER_DRAFTER = _Change(f"{_FIRST_DRAFTER}, in a new run", is_defined=True, setting=f"{_FIRST_DRAFTER}=RUN")
 """Where the checkpoint is not the run's own, but the one that it should begin with."""
+_HELDOUT = _Change("the held-out answers, as the message says")
+"""Where the target is right, and the answers are another one's."""
 
 
 def say_next_steps(args: argparse.Namespace, run: figures.Json) -> None:
@@ -110,9 +112,12 @@ def _after_failure(run: figures.Json, name: str) -> list[str]:
 def _change(run: figures.Json) -> _Change | None:
     if run["state"] != "FAILED":
         return None
-    if run["reason"] == Reason.CHECKPOINT_INVALID and (run["message"] or "").startswith(_FIRST_DRAFTER):
+    reason, message = run["reason"], run["message"] or ""
+    if reason == Reason.CHECKPOINT_INVALID and message.startswith(_FIRST_DRAFTER):
         return _OTHER_DRAFTER
-    return _CHANGE_FIRST.get(run["reason"])
+    if reason == Reason.TARGET_FINGERPRINT_MISMATCH and message.startswith("eval.heldout"):
+        return _HELDOUT
+    return _CHANGE_FIRST.get(reason)
 
 
 def _proposed(run: figures.Json) -> str | None:

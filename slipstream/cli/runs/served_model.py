@@ -9,11 +9,11 @@ from pathlib import Path
 
 from slipstream.cli.api_access import find_api
 from slipstream.packaged_model import names_model
-from slipstream.run_spec.spec import RunSpec
+from slipstream.run_spec.spec import RunSpec, TargetSpec
 
 
-def served_model(args: argparse.Namespace, spec: RunSpec) -> str | None:
-    """Path of the model that the stack's target serves; None where the recipe should say what it says.
+def served_model(args: argparse.Namespace, spec: RunSpec) -> TargetSpec | None:
+    """What the stack's target serves, its model a path; None where the recipe should say what it says.
 
     Args:
         args: of `run create`: the control API, the target's name, overrides.
@@ -30,5 +30,4 @@ def served_model(args: argparse.Namespace, spec: RunSpec) -> str | None:
         return None
     if args.target not in (None, stack.target.name) or find_api(args).address.rstrip("/") != state.api.rstrip("/"):
         return None
-    model = stack.target.model.model
-    return model if Path(model).is_absolute() else None
+    return stack.target.model if Path(stack.target.model.model).is_absolute() else None

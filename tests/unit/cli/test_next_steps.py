@@ -28,6 +28,15 @@ def test_a_first_drafter_that_is_gone_is_another_one_in_a_new_run(desk: Desk, sl
     assert said.endswith(IN_A_NEW_RUN + "--set drafter.init_from=RUN\n")
 
 
+def test_held_out_answers_of_another_target_are_made_anew(desk: Desk, slipstream: Command) -> None:
+    assignment = desk.running()
+    ended = {"child": 1, "reason": "TARGET_FINGERPRINT_MISMATCH", "message": "eval.heldout: the answers in a are of b"}
+    desk.beat(report=report(assignment, "FAILED", exit=ended | {"remedy": "", "will_restart": False}))
+    said = slipstream("run", "get", "demo").err
+    assert said.startswith("change first: the held-out answers, as the message says\n")
+    assert said.endswith("next: slipstream run resume demo\n")
+
+
 IN_A_NEW_RUN = (
     "next: slipstream run get demo --spec > demo-2.toml\nnext: slipstream run create demo-2.toml --name demo-2 "
 )

@@ -53,6 +53,8 @@ def test_a_run_names_what_the_stack_serves(slipstream: Command, desk: Desk, stac
     assert f"the run's target.model is what this stack serves: {model}" in answer.err
     target = desk.get(f"runs/{RECIPE}")["spec"]["target"]
     assert (target["model"], target["revision"]) == (str(model), None)
+    # The recipe says float32, and would be believed by whoever makes held-out answers for it.
+    assert ", its target.dtype bfloat16 (not float32)\n" in answer.err and target["dtype"] == "bfloat16"
 
 
 def test_what_was_said_stays(slipstream: Command, desk: Desk, stack: Path) -> None:
