@@ -70,14 +70,14 @@ def require_writable(output: Path) -> None:
         raise SlipstreamError(
             f"The answers cannot be written to {output}: {why}.",
             reason=Reason.SPEC_INVALID,
-            remedy="Name a file in a writable directory with --to.",
+            remedy="Name a file in a writable directory, with --to or as eval.heldout.",
         )
     if _is_begun(output) and not settings_beside(output).exists():
         raise SlipstreamError(
             f"{output} is there already, and holds no answers that could be gone on with: "
             f"{settings_beside(output).name} is not beside it.",
             reason=Reason.DATA_INVALID,
-            remedy="Name another --to.",
+            remedy="Name another file, with --to or as eval.heldout.",
         )
 
 
@@ -105,7 +105,8 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
         raise SlipstreamError(
             f"{output} was begun with other settings: {', '.join(differences)}.",
             reason=Reason.DATA_INVALID,
-            remedy="Name another --to, or use the settings in " + beside.name + ".",
+            remedy=f"Use the settings in {beside.name}; or delete the answers, or name another file, with --to or as "
+            "eval.heldout.",
         )
 
 
