@@ -35,9 +35,10 @@ def step_flop(sizes: RunSizes) -> dict[str, float]:
     """Nominal floating-point operations of one optimizer step, by term; an anchor sees half of its pack.
 
     A product of [m, k] and [k, n] is 2·m·k·n. Layers: forward, gradient of input and of weight. The head is frozen: two
-    products. Attention: two products forward, five backward.
+    products. Attention: two products forward, five backward; on a CPU with every key, since SDPA leaves no tile out.
     """
     rows, tokens, hidden = sizes.block_rows, sizes.pack_tokens, sizes.hidden_size
+    keys = tokens + rows if sizes.on_cpu else tokens / 2
     projections = 2 * hidden * (sizes.query_width + sizes.key_width)
     one_pack = {
         "block projections": 6.0 * sizes.num_layers * rows * projections,
@@ -45,7 +46,7 @@ def step_flop(sizes: RunSizes) -> dict[str, float]:
         "context keys and values": 6.0 * sizes.num_layers * tokens * 2 * hidden * sizes.key_width,
         "fc": 6.0 * tokens * sizes.num_features * hidden * hidden,
         "head": (6.0 if sizes.needs_target_distribution else 4.0) * rows * hidden * sizes.vocab_size,
-        "attention": 14.0 * sizes.num_layers * rows * (tokens / 2) * sizes.query_width,
+        "attention": 14.0 * sizes.num_layers * rows * keys * sizes.query_width,
     }
     return {term: sizes.packs_per_step * flop for term, flop in one_pack.items()}
 

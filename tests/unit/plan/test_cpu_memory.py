@@ -1,4 +1,4 @@
-"""Memory of a run on a CPU: what autograd keeps, what processes took, and what must hold for all sizes."""
+"""A run on a CPU: memory that autograd keeps and processes took, work, and what must hold for all sizes."""
 
 import json
 from dataclasses import replace
@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.memory_on_cpu import ALLOWED, Shape, planned
 from benchmarks.peers.workload import TINY, drafter_config, frozen_weights, make_pack, run_spec
 from benchmarks.results_file import RESULTS
 from drafter_trainer.step import TrainingStep
-from drafter_trainer.training_packs import TrainingPack
+from drafter_trainer.training_packs import StepBatch, TrainingPack
+from slipstream.plan.cost import step_flop
 from slipstream.plan.cpu_memory import kept_by_forward, mask_bytes
 from slipstream.plan.memory import MEASUREMENT, MIB, plan_memory
 from slipstream.plan.sizes import RunSizes, TargetSizes
@@ -37,6 +40,18 @@ def recipe(precision: str, **train: Any) -> RunSpec:
     spec["target"]["dtype"] = precision
     spec["drafter"]["target_layer_ids"] = SIZE.target_layer_ids
     return RunSpec.model_validate(spec)
+
+
+def test_attention_computes_every_query_with_every_key() -> None:
+    """Counted with scores that are written: those are kept, while the flash kernel's backward computes them again."""
+    spec = recipe("float32")
+    step = TrainingStep(drafter_config(SIZE), frozen_weights(SIZE, CPU), spec)
+    step.load_weights(step.first_weights(0))
+    pack = make_pack(SIZE, CPU, 0, split_features=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        step.run(StepBatch(0, (TrainingPack(0, dict(pack.tensors), pack.anchors),)), 1e-5).wait()
+    scores_and_sums = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert scores_and_sums == step_flop(sizes_of(spec))["attention"] * 6 / 7
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
