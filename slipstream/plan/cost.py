@@ -62,8 +62,7 @@ def forward_flop(sizes: RunSizes) -> float:
 
 def checkpoint_bytes(sizes: RunSizes) -> int:
     """Masters, the optimizer's state, the moving average: float32."""
-    states = sizes.matrix_parameters * (1 if sizes.optimizer == "muon" else 2) + 2 * sizes.vector_parameters
-    return _FLOAT * (sizes.parameters * (1 + sizes.moving_average) + states)
+    return _FLOAT * (sizes.parameters * (1 + sizes.moving_average) + sizes.optimizer_numbers)
 
 
 def plan_cost(sizes: RunSizes, *, tflops: float, total_steps: int | None, keep: int) -> CostPlan:

@@ -71,7 +71,6 @@ def mask_bytes(sizes: RunSizes) -> int:
 def held_on_cpu(sizes: RunSizes) -> dict[str, int]:
     """From the start to the end of the run, by part."""
     parameters, table = sizes.parameters, sizes.vocab_size * sizes.hidden_size * sizes.compute_bytes
-    states = sizes.matrix_parameters * (1 if sizes.optimizer == "muon" else 2) + 2 * sizes.vector_parameters
     packs = max(sizes.prefetch_packs, sizes.packs_per_step) + sizes.packs_per_step
     return {
         "embedding": table,
@@ -79,7 +78,7 @@ def held_on_cpu(sizes: RunSizes) -> dict[str, int]:
         "weights": parameters * sizes.compute_bytes if sizes.compute_bytes < _FLOAT else 0,
         "masters": parameters * _FLOAT,
         "gradients": parameters * _FLOAT,
-        "optimizer": states * _FLOAT,
+        "optimizer": sizes.optimizer_numbers * _FLOAT,
         "moving average": parameters * _FLOAT if sizes.moving_average else 0,
         "packs": packs * sizes.pack_bytes,
         "held-out packs": sizes.heldout_tokens * sizes.measured_pack_bytes // sizes.pack_tokens,

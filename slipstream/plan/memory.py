@@ -129,7 +129,6 @@ def slack_bytes(allocated: int) -> int:
 def held_parts(sizes: RunSizes) -> dict[str, int]:
     """From the start to the end of the run, by part."""
     parameters, table = sizes.parameters, sizes.vocab_size * sizes.hidden_size
-    matrices, vectors = sizes.matrix_parameters, sizes.vector_parameters
     packs = max(sizes.prefetch_packs, sizes.packs_per_step) + sizes.packs_per_step * _PACKS_IN_USE + _PACKS_LET_GO
     return {
         "embedding": table * sizes.compute_bytes,
@@ -137,7 +136,7 @@ def held_parts(sizes: RunSizes) -> dict[str, int]:
         "weights": weight_bytes(sizes),
         "masters": parameters * _FLOAT,
         "gradients": parameters * _FLOAT if sizes.sums_gradients else 0,
-        "optimizer": _FLOAT * (matrices * (1 if sizes.optimizer == "muon" else 2) + 2 * vectors),
+        "optimizer": sizes.optimizer_numbers * _FLOAT,
         "moving average": parameters * _FLOAT if sizes.moving_average else 0,
         "packs": packs * sizes.pack_bytes + recorded_inputs(sizes),
         # Page-locked, in the host's memory.

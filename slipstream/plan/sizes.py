@@ -133,6 +133,11 @@ class RunSizes:
         return self.matrix_parameters + self.vector_parameters
 
     @property
+    def optimizer_numbers(self) -> int:
+        """Of the optimizer's state: AdamW keeps two moments; Muon one of a matrix, and leaves vectors to AdamW."""
+        return (1 if self.optimizer == "muon" else 2) * self.matrix_parameters + 2 * self.vector_parameters
+
+    @property
     def sums_gradients(self) -> bool:
         """Whether a step has a float32 buffer for gradients; else the optimizer reads them as they were computed."""
         return self.on_cpu or self.optimizer != "adamw" or self.packs_per_step > 1 or self.cuda_graphs
